@@ -1,0 +1,29 @@
+"""The device a call runs on, against the architecture a kernel is compiled for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+
+class DeviceArch(NamedTuple):
+    """capability: (major, minor); target: the compiler's name for it; sm_count: SMs."""
+
+    capability: tuple[int, int]
+    target: str
+    sm_count: int
+
+
+# Architecture-specific targets ("a"): TMA descriptors aside, wgmma and setmaxnreg need them.
+TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}
+
+
+@lru_cache(maxsize=None)
+def device_arch(index: int) -> DeviceArch:
+    """Facts about CUDA device ``index``; they do not change while the process lives."""
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    target = TARGETS.get(capability, f"sm_{properties.major}{properties.minor}")
+    return DeviceArch(capability, target, properties.multi_processor_count)

@@ -1,0 +1,383 @@
+"""Argument validation of ``flash_attn_varlen_func``: host code only.
+
+``validate`` turns the public arguments into one :class:`AttentionProblem` or raises. It reads
+shapes, strides, dtypes and devices, never the contents of a device tensor, and makes views, not
+copies (sinks that are not contiguous float32 excepted). Every refusal names the argument, what was
+given and what is accepted.
+
+It runs on every eager call, so the accepted path is written for speed: attributes of a tensor cost
+0.05 to 0.2 us each and are read once, abstract-base-class checks come after exact type checks.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+# Window bounds from here on mean "unlimited": 2^30 keys are more than any sequence has, and
+# `position + bound` then stays inside int32 in the kernels.
+WINDOW_UNLIMITED_FROM = 2**30
+
+_FP8 = torch.float8_e4m3fn
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_Q_DTYPES = (torch.bfloat16, torch.float16)
+_INT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Arguments that other engines' functions of this name have and that are not implemented here.
+# They pass with a neutral value.
+_OTHER_ARGUMENTS = frozenset(
+    {
+        "alibi_slopes",
+        "attention_chunk",
+        "aux_tensors",
+        "batch_invariant",
+        "block_sparse_tensors",
+        "cp_rank",
+        "cp_tot_seqused_k",
+        "cp_world_size",
+        "cu_seqlens_k_new",
+        "dropout_p",
+        "leftpad_k",
+        "mask_mod",
+        "output_block_scale",
+        "output_scale",
+        "pack_gqa",
+        "page_table",
+        "q_descale",
+        "q_v",
+        "qv",
+        "return_attn_probs",
+        "scheduler_metadata",
+        "score_mod",
+        "seqused_q",
+        "sm_margin",
+    }
+)
+
+
+class AttentionProblem(NamedTuple):
+    """The validated arguments of one attention call.
+
+    B sequences, Hq query heads, Hkv KV heads, head size D. With ``block_table``, ``k`` and ``v``
+    are paged, ``(num_blocks, block_size, Hkv, D)``; without, ragged, ``(total_k, Hkv, D)``. Query
+    ``i`` of a sequence sees key ``j`` when
+    ``-window_left <= j - (i + kv_len - q_len) <= window_right``; -1 lifts a bound, and ``causal``
+    is folded in as ``window_right = 0``. Lengths of keys come from ``seqused_k``, where that is
+    None from the differences of ``cu_seqlens_k``.
+    """
+
+    q: torch.Tensor  # (total_q, Hq, D) bf16 or fp16
+    k: torch.Tensor  # float8_e4m3fn or q's dtype
+    v: torch.Tensor  # as k
+    cu_seqlens_q: torch.Tensor  # (B + 1,) int32
+    max_seqlen_q: int  # upper bound of the query lengths, at most total_q
+    block_table: torch.Tensor | None  # (B, max_blocks) int32
+    seqused_k: torch.Tensor | None  # (B,) int32
+    cu_seqlens_k: torch.Tensor | None  # (B + 1,) int32
+    k_descale: torch.Tensor | None  # (B, Hkv) float32, any strides; None means 1
+    v_descale: torch.Tensor | None  # as k_descale
+    sinks: torch.Tensor | None  # (Hq,) float32, contiguous
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float  # 0.0: no soft cap
+    num_splits: int  # 0: automatic
+    deterministic: bool
+    out: torch.Tensor | None  # q's shape and dtype
+    return_lse: bool
+
+
+def validate(  # noqa: PLR0913 - the parameters of the public function
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int | torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    block_table: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
+    num_splits: int = 0,
+    s_aux: torch.Tensor | None = None,
+    deterministic: bool = False,
+    fa_version: int | None = 4,
+    **others: Any,
+) -> AttentionProblem:
+    """Check every argument of ``flash_attn_varlen_func`` and return them normalised.
+
+    The signature is that of the public function, hence its length.
+
+    Raises:
+        ValueError: a wrong dtype, rank, shape, stride, device or value.
+        NotImplementedError: what other engines' functions of this name accept and this one does
+            not implement; inputs that need a gradient.
+        TypeError: an argument name that no known variant of this function has.
+    """
+    if others:
+        _check_others(others)
+    if fa_version is not None and fa_version != 4:
+        _refuse("fa_version", fa_version, "None or 4")
+    if k_block_scale is not None or v_block_scale is not None:
+        name = "v_block_scale" if k_block_scale is None else "k_block_scale"
+        _refuse(name, "the scales of an nvfp4 cache", "None", NotImplementedError)
+    if not isinstance(q, torch.Tensor) or q.dtype not in _Q_DTYPES or q.dim() != 3:
+        _refuse("q", _describe(q), "a bfloat16 or float16 (total_q, Hq, D) tensor")
+    device, (total_q, num_q_heads, head_size) = q.device, q.shape
+    _check_last_dim("q", q)
+    batch = _check_index("cu_seqlens_q", cu_seqlens_q, device) - 1
+    num_kv_heads = _check_kv(q, k, v, block_table is not None)
+    if block_table is not None:
+        _check_block_table(block_table, device, batch)
+    elif cu_seqlens_k is None:
+        _refuse("cu_seqlens_k", None, "an int32 (B + 1,) tensor, where there is no block_table")
+    if seqused_k is not None:
+        _check_index("seqused_k", seqused_k, device, batch)
+    elif cu_seqlens_k is None:
+        _refuse("seqused_k", None, "an int32 (B,) tensor; with cu_seqlens_k also None")
+    if cu_seqlens_k is not None:
+        _check_index("cu_seqlens_k", cu_seqlens_k, device, batch + 1)
+    if k_descale is not None:
+        k_descale = _check_descale("k_descale", k_descale, k, batch, num_kv_heads)
+    if v_descale is not None:
+        v_descale = _check_descale("v_descale", v_descale, v, batch, num_kv_heads)
+    if s_aux is not None:
+        s_aux = _check_sinks(s_aux, device, num_q_heads)
+    if out is not None:
+        _check_out(out, q)
+    if torch.is_grad_enabled():
+        _check_no_grad((q, k, v, k_descale, v_descale, s_aux, out))
+    if max_seqlen_k is not None:
+        _check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
+    window_left, window_right = _check_window(window_size, causal)
+    return AttentionProblem(
+        q, k, v, cu_seqlens_q,
+        min(_check_max_seqlen("max_seqlen_q", max_seqlen_q, total_q), total_q),
+        block_table, seqused_k, cu_seqlens_k, k_descale, v_descale, s_aux,
+        head_size**-0.5 if softmax_scale is None else _check_scale(softmax_scale),
+        window_left, window_right,
+        0.0 if softcap is None else _check_softcap(softcap),
+        _check_num_splits(num_splits), bool(deterministic), out, bool(return_softmax_lse),
+    )  # fmt: skip
+
+
+def _refuse(
+    name: str, given: object, accepted: str, error: type[Exception] = ValueError
+) -> NoReturn:
+    raise error(f"flash_attn_varlen_func: {name}: got {given}; accepted: {accepted}")
+
+
+def _describe(x: object) -> str:
+    if not isinstance(x, torch.Tensor):
+        return repr(x)
+    dtype = str(x.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(x.shape)} with strides {tuple(x.stride())} on {x.device}"
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in _OTHER_ARGUMENTS:
+            raise TypeError(f"flash_attn_varlen_func: unexpected keyword argument {name!r}")
+        # A tensor is never neutral: to compare it would read it from the device.
+        if value is None or (isinstance(value, (int, float)) and value == 0):
+            continue
+        is_world_size = name == "cp_world_size"
+        if is_world_size and isinstance(value, int) and value == 1:
+            continue
+        neutral = "None, 0, False" + (" or 1" if is_world_size else "")
+        _refuse(name, _describe(value), f"{neutral} (not implemented)", NotImplementedError)
+
+
+def _check_last_dim(name: str, x: torch.Tensor) -> None:
+    if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
+        _refuse(name, _describe(x), "any strides with a contiguous last dim")
+
+
+def _check_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool) -> int:
+    """Check q's head counts, k and v, against each other; return Hkv."""
+    form = "(num_blocks, block_size, Hkv, D) with" if paged else "(total_k, Hkv, D) without"
+    rank, dtype, device = 4 if paged else 3, q.dtype, q.device
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.dim() != rank:
+            _refuse(name, _describe(x), f"{form} block_table")
+        if x.dtype is not _FP8 and x.dtype is not dtype:
+            hint = " (of a uint8 cache: .view(torch.float8_e4m3fn))"
+            hint = hint if x.dtype is torch.uint8 else ""
+            _refuse(name, _describe(x), f"q's dtype, {dtype}, or torch.float8_e4m3fn{hint}")
+        if x.device != device:
+            _refuse(name, _describe(x), f"a tensor on q's device, {device}")
+        _check_last_dim(name, x)
+    (_, num_q_heads, head_size), shape = q.shape, k.shape
+    if num_q_heads < 1 or head_size < 1:
+        _refuse("q", _describe(q), "Hq >= 1 and D >= 1")
+    if shape[-1] != head_size:
+        _refuse("k", f"head size {shape[-1]}", f"q's head size, {head_size}")
+    if v.shape != shape or v.dtype is not k.dtype:
+        _refuse("v", _describe(v), f"k's shape and dtype, {tuple(shape)} {k.dtype}")
+    num_kv_heads = shape[-2]
+    if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+        _refuse("k", f"{num_kv_heads} KV heads", f"a divisor of q's head count, {num_q_heads}")
+    if paged and shape[1] < 1:
+        _refuse("k", f"block_size {shape[1]}", "block_size >= 1")
+    return num_kv_heads
+
+
+def _check_index(name: str, x: torch.Tensor, device: torch.device, length: int = -1) -> int:
+    """Check an int32 vector, of `length` entries unless that is -1; return its length."""
+    if (
+        not isinstance(x, torch.Tensor)
+        or x.dtype is not torch.int32
+        or x.dim() != 1
+        or x.device != device
+    ):
+        _refuse(name, _describe(x), f"a one-dimensional int32 tensor on q's device, {device}")
+    size = x.shape[0]
+    if length == -1:
+        if size < 1:
+            _refuse(name, _describe(x), "shape (B + 1,)")
+    elif size != length:
+        _refuse(name, _describe(x), f"shape ({length},), as cu_seqlens_q has B + 1 entries")
+    if not x.is_contiguous():
+        _refuse(name, _describe(x), "a contiguous tensor")
+    return size
+
+
+def _check_block_table(table: torch.Tensor, device: torch.device, batch: int) -> None:
+    if not isinstance(table, torch.Tensor) or table.dtype is not torch.int32 or table.dim() != 2:
+        _refuse("block_table", _describe(table), "an int32 (B, max_blocks) tensor")
+    if table.device != device or table.shape[0] != batch:
+        accepted = f"shape ({batch}, max_blocks) on q's device, {device}"
+        _refuse("block_table", _describe(table), accepted)
+    _check_last_dim("block_table", table)
+
+
+def _check_descale(
+    name: str, scale: torch.Tensor, cache: torch.Tensor, batch: int, num_kv_heads: int
+) -> torch.Tensor:
+    """View a descale as (B, Hkv); a vector is always per head, so B == Hkv is not ambiguous."""
+    if cache.dtype is not _FP8:
+        _refuse(name, _describe(scale), f"None, as a {cache.dtype} cache has no scales")
+    device = cache.device
+    if (
+        not isinstance(scale, torch.Tensor)
+        or scale.dtype is not torch.float32
+        or scale.device != device
+    ):
+        _refuse(name, _describe(scale), f"None or a float32 tensor on q's device, {device}")
+    shape = scale.shape
+    if shape == (batch, num_kv_heads):
+        return scale
+    if shape in ((), (1,), (num_kv_heads,)):
+        return scale.expand(batch, num_kv_heads)
+    accepted = f"shape (), (1,), (Hkv,) = ({num_kv_heads},) or (B, Hkv) = {(batch, num_kv_heads)}"
+    _refuse(name, _describe(scale), accepted)
+
+
+def _check_sinks(sinks: torch.Tensor, device: torch.device, num_q_heads: int) -> torch.Tensor:
+    if (
+        not isinstance(sinks, torch.Tensor)
+        or sinks.dtype not in _FLOAT_DTYPES
+        or sinks.device != device
+    ):
+        _refuse("s_aux", _describe(sinks), f"None or a float tensor on q's device, {device}")
+    if sinks.shape != (num_q_heads,):
+        _refuse("s_aux", _describe(sinks), f"shape (Hq,) = ({num_q_heads},)")
+    if sinks.dtype is not torch.float32:
+        sinks = sinks.to(torch.float32)
+    return sinks.contiguous()
+
+
+def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    if (
+        not isinstance(out, torch.Tensor)
+        or out.shape != q.shape
+        or out.dtype is not q.dtype
+        or out.device != q.device
+    ):
+        accepted = f"q's shape, dtype and device: {tuple(q.shape)} {q.dtype} on {q.device}"
+        _refuse("out", _describe(out), accepted)
+    if not out.is_contiguous():
+        _check_last_dim("out", out)
+        for size, stride in zip(out.shape, out.stride(), strict=True):
+            if size > 1 and stride == 0:
+                _refuse("out", _describe(out), "a tensor whose elements do not share memory")
+
+
+def _check_no_grad(tensors: tuple[torch.Tensor | None, ...]) -> None:
+    for index, x in enumerate(tensors):
+        if x is not None and x.requires_grad:
+            name = ("q", "k", "v", "k_descale", "v_descale", "s_aux", "out")[index]
+            accepted = "tensors without gradients, or a call under torch.no_grad()"
+            _refuse(name, "requires_grad=True (no backward pass)", accepted, NotImplementedError)
+
+
+def _check_max_seqlen(name: str, value: int | torch.Tensor, device_bound: int) -> int:
+    """An int, or a 0-d integer tensor; one on an accelerator is not read: `device_bound`."""
+    if type(value) is int and value >= 0:
+        return value
+    accepted = "an int >= 0 or a 0-d integer tensor"
+    if isinstance(value, torch.Tensor):
+        if value.dim() != 0 or value.dtype not in _INT_DTYPES:
+            _refuse(name, _describe(value), accepted)
+        if value.device.type != "cpu":
+            return device_bound
+        value = value.item()
+    if isinstance(value, torch.SymInt):
+        return value
+    if not _is_int(value) or value < 0:
+        _refuse(name, repr(value), accepted)
+    return int(value)
+
+
+def _check_window(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
+    if window is None:
+        return -1, 0 if causal else -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        _refuse("window_size", repr(window), "None or (left, right)")
+    left, right = (-1 if bound is None else bound for bound in window)
+    for bound in (left, right):
+        if not _is_int(bound) or bound < -1:
+            _refuse("window_size", repr(window), "(left, right) of ints >= 0, or -1 (unlimited)")
+    left = -1 if left >= WINDOW_UNLIMITED_FROM else int(left)
+    right = -1 if right >= WINDOW_UNLIMITED_FROM else int(right)
+    return left, 0 if causal else right
+
+
+def _check_scale(scale: float) -> float:
+    # The kernels take the row maximum before they scale; a negative factor would make it a minimum.
+    if not _is_real(scale) or not 0.0 < scale <= _FLOAT32_MAX:
+        _refuse("softmax_scale", _describe(scale), "None (D**-0.5) or a finite Python number > 0")
+    return float(scale)
+
+
+def _check_softcap(softcap: float) -> float:
+    if not _is_real(softcap) or not 0.0 <= softcap <= _FLOAT32_MAX:
+        _refuse("softcap", _describe(softcap), "a finite Python number >= 0 (0: none)")
+    return float(softcap)
+
+
+def _check_num_splits(num_splits: int) -> int:
+    if not _is_int(num_splits) or num_splits < 0:
+        _refuse("num_splits", _describe(num_splits), "an int >= 0 (0: automatic)")
+    return int(num_splits)
+
+
+def _is_int(x: object) -> bool:
+    return type(x) is int or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
+
+
+def _is_real(x: object) -> bool:
+    return type(x) is float or (isinstance(x, numbers.Real) and not isinstance(x, bool))

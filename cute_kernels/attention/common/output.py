@@ -1,0 +1,84 @@
+"""The output of an attention kernel: final rows, partial rows, and how a row is closed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+
+from cute_kernels import dsl
+
+
+class Output(NamedTuple):
+    """mO (total_q, heads, head_size) in Q's dtype; mLse (heads, total_q) float32, natural log.
+
+    mLse and mSink (heads,) float32 may have address 0: no LSE wanted, no sinks.
+    """
+
+    mO: cute.Tensor
+    mLse: cute.Tensor
+    mSink: cute.Tensor
+
+
+class Partial(NamedTuple):
+    """mO (slots, rows, head_size) float32, each part normalised; mLse (slots, rows), log2 units.
+
+    CTA c owns slots 2c (it continues an item) and 2c + 1 (it begins one).
+    """
+
+    mO: cute.Tensor
+    mLse: cute.Tensor
+
+
+class FinalRow(NamedTuple):
+    """One row's normalisation: the factor for its accumulator, and its LSE (natural log)."""
+
+    factor: Float32
+    lse: Float32
+
+
+@cute.jit
+def finish_row(row_max: Float32, row_sum: Float32, sink: Float32, v_scale: Float32) -> FinalRow:
+    """Close the softmax of a row: ``row_max`` and ``sink`` in log2 units, -inf where there is none.
+
+    Without any visible key and without a sink the factor is 0 and the LSE -inf.
+    """
+    top = dsl.fmax(row_max, sink)
+    reference = top
+    if top == dsl.NEG_INF:
+        reference = Float32(0.0)
+    weight = dsl.exp2(row_max - reference)
+    total = row_sum * weight + dsl.exp2(sink - reference)
+    factor = Float32(0.0)
+    lse = Float32(dsl.NEG_INF)
+    if total != 0.0:
+        factor = weight * v_scale / total
+        lse = (reference + dsl.log2(total)) * dsl.LN_2
+    return FinalRow(factor, lse)
+
+
+@cute.jit
+def sink_of_head(output: Output, query_head: Int32) -> Float32:
+    """The head's sink in log2 units, -inf without sinks."""
+    sink = Float32(dsl.NEG_INF)
+    if output.mSink.iterator.toint() != 0:
+        sink = output.mSink[query_head] * dsl.LOG2_E
+    return sink
+
+
+def pack_output(mO: cute.Tensor, low: Float32, high: Float32) -> Int32:
+    if mO.element_type is BFloat16:
+        return dsl.pack_bf16x2(low, high)
+    return dsl.pack_f16x2(low, high)
+
+
+def output_address(output: Output, token: Int32, query_head: Int32, element) -> Int64:
+    index = cute.crd2idx((token, query_head, element), output.mO.layout)
+    return output.mO.iterator.toint() + Int64(index) * 2
+
+
+@cute.jit
+def store_lse(output: Output, token: Int32, query_head: Int32, lse: Float32):
+    if output.mLse.iterator.toint() != 0:
+        output.mLse[query_head, token] = lse

@@ -1,0 +1,222 @@
+"""How the tiles of a batch are dealt to CTAs: planned on the device, from the lengths alone.
+
+Words: a *sequence* has ``q_len * group`` packed query rows per KV head, cut into *chunks* of
+``rows``; an *item* is one (sequence, chunk, KV head); every item of a sequence walks the same
+``tiles`` key tiles of 64 tokens (those that the sequence's window can see). Items are laid end to
+end and the resulting line of tiles is cut into equal stretches, one a CTA ("stream-K"). So a CTA
+takes the tail of one item, whole items, and the head of another: at most two partial results,
+whatever the lengths are, and no CTA waits for a long sequence.
+
+Nothing here reads the host: the same launch serves any lengths, which is what a captured graph
+needs. Every warp plans for itself with shuffles, because a broadcast would cost a barrier.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels import dsl
+from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
+
+TILE_SHIFT = TILE_TOKENS.bit_length() - 1
+# Stands for "no limit" in a window; sums with a position stay below 2^31.
+UNLIMITED = 1 << 30
+
+
+class Lengths(NamedTuple):
+    """Device tensors that say how long each sequence is.
+
+    mCuQ: (batch + 1,) int32. mUsedK: (batch,) int32, read when ``has_used`` is not 0; otherwise
+    lengths are differences of mCuK (batch + 1,) int32.
+    """
+
+    mCuQ: cute.Tensor
+    mUsedK: cute.Tensor
+    mCuK: cute.Tensor
+    has_used: Int32
+
+
+class Shape(NamedTuple):
+    """Run-time numbers that all roles need.
+
+    group: query heads per KV head; group_magic: ceil(2^32 / group), for an exact division.
+    window_left, window_right: visible keys beside a row's own position, ``UNLIMITED`` for all.
+    """
+
+    batch: Int32
+    kv_heads: Int32
+    group: Int32
+    group_magic: Int64
+    window_left: Int32
+    window_right: Int32
+
+
+class Sequence(NamedTuple):
+    """One sequence: first query token, query tokens, keys, first key tile, tiles, chunks."""
+
+    q_start: Int32
+    q_len: Int32
+    used: Int32
+    first_tile: Int32
+    tiles: Int32
+    chunks: Int32
+
+
+class Chunk(NamedTuple):
+    """The rows [first_row, rows_end) of a sequence and the tiles [tile_begin, tile_end) they see."""
+
+    first_row: Int32
+    rows_end: Int32
+    tile_begin: Int32
+    tile_end: Int32
+
+
+def query_token(shape: Shape, row: Int32) -> Int32:
+    """The query token of a packed row: row // group, exact for row * group < 2^32."""
+    return Int32((Int64(row) * shape.group_magic) >> 32)
+
+
+@cute.jit
+def sequence(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr) -> Sequence:
+    q_start = lengths.mCuQ[b]
+    q_len = lengths.mCuQ[b + 1] - q_start
+    used = Int32(0)
+    if lengths.has_used != 0:
+        used = lengths.mUsedK[b]
+    else:
+        used = lengths.mCuK[b + 1] - lengths.mCuK[b]
+    used = cutlass.max(used, Int32(0))
+    lowest = cutlass.max(used - q_len - shape.window_left, Int32(0))
+    first_tile = lowest >> TILE_SHIFT
+    tiles = cutlass.max(((used + (TILE_TOKENS - 1)) >> TILE_SHIFT) - first_tile, Int32(0))
+    chunks = (q_len * shape.group + (rows - 1)) >> (rows.bit_length() - 1)
+    return Sequence(q_start, q_len, used, first_tile, tiles, chunks)
+
+
+@cute.jit
+def chunk_of(
+    seq: Sequence, shape: Shape, chunk: Int32, tile: Int32, count: Int32, rows: cutlass.Constexpr
+) -> Chunk:
+    """The part of the item's tiles [tile, tile + count) that some row of the chunk can see."""
+    first_row = chunk * rows
+    rows_end = cutlass.min(first_row + rows, seq.q_len * shape.group)
+    own = seq.used - seq.q_len
+    last = own + query_token(shape, rows_end - 1)
+    low = cutlass.max(own + query_token(shape, first_row) - shape.window_left, Int32(0))
+    high = cutlass.min(seq.used, last + shape.window_right + 1)
+    begin = cutlass.max(seq.first_tile + tile, low >> TILE_SHIFT)
+    end = cutlass.min(seq.first_tile + tile + count, (high + (TILE_TOKENS - 1)) >> TILE_SHIFT)
+    return Chunk(first_row, rows_end, begin, end)
+
+
+@cute.jit
+def _inclusive_scan(x: Int32, lane: Int32) -> Int32:
+    for step in cutlass.range_constexpr(5):
+        x = x + dsl.shuffle_up_or_zero(x, Int32(1 << step))
+    return x
+
+
+@cute.jit
+def _work(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr):
+    """(tiles of all items of sequence b, tiles of one item); (0, 0) past the batch."""
+    work = Int32(0)
+    tiles = Int32(0)
+    if b < shape.batch:
+        seq = sequence(lengths, shape, b, rows)
+        tiles = seq.tiles
+        work = tiles * seq.chunks * shape.kv_heads
+    return work, tiles
+
+
+class Stretch(NamedTuple):
+    """A CTA's tiles: it starts at tile ``tile`` of item ``item`` of sequence ``b``."""
+
+    b: Int32
+    item: Int32
+    tile: Int32
+    count: Int32
+
+
+@cute.jit
+def stretch_of_cta(
+    lengths: Lengths,
+    shape: Shape,
+    mMeta: cute.Tensor,
+    cta: Int32,
+    max_ctas: Int32,
+    min_tiles: Int32,
+    writes_meta: cutlass.Boolean,
+    rows: cutlass.Constexpr,
+) -> Stretch:
+    """Where CTA ``cta`` of ``max_ctas`` starts and how many tiles it takes.
+
+    CTAs with few tiles cost more in partial results than they save: at most one CTA per
+    ``min_tiles`` tiles takes part. The warp for which ``writes_meta`` holds leaves what the
+    combine kernel needs in mMeta: (first tile on the line, tiles of an item) per sequence, then
+    (all tiles, participating CTAs).
+    """
+    lane = cute.arch.lane_idx()
+    total = Int32(0)
+    for base in cutlass.range(0, shape.batch, 32, unroll=1):
+        work, _ = _work(lengths, shape, base + lane, rows)
+        total = total + work
+    for step in cutlass.range_constexpr(5):
+        total = total + dsl.shuffle_xor_b32(total, Int32(1 << step))
+
+    ctas = cutlass.max(cutlass.min(max_ctas, total // min_tiles), Int32(1))
+    quotient = total // ctas
+    remainder = total - quotient * ctas
+    begin = cta * quotient + cutlass.min(cta, remainder)
+    count = quotient
+    if cta < remainder:
+        count = count + 1
+    if cta >= ctas:
+        count = Int32(0)
+
+    b = Int32(0)
+    item = Int32(0)
+    tile = Int32(0)
+    line = Int32(0)
+    searching = Int32(1)
+    base = Int32(0)
+    # CTA c describes sequences [32 c, 32 c + 32), then those 32 * max_ctas further on.
+    meta_turn = cta * 32
+    while (base < shape.batch) & ((searching != 0) | (meta_turn < shape.batch)):
+        work, tiles = _work(lengths, shape, base + lane, rows)
+        end = line + _inclusive_scan(work, lane)
+        if base == meta_turn:
+            meta_turn = meta_turn + 32 * max_ctas
+            if writes_meta & (base + lane < shape.batch):
+                mMeta[2 * (base + lane)] = end - work
+                mMeta[2 * (base + lane) + 1] = tiles
+        owner = dsl.count_le(end, begin)
+        owner_lane = cutlass.min(owner, Int32(31))
+        owner_tiles = dsl.shuffle_from_lane(tiles, owner_lane)
+        offset = begin - dsl.shuffle_from_lane(end - work, owner_lane)
+        if (searching != 0) & (owner < 32):
+            searching = Int32(0)
+            b = base + owner
+            item = offset // owner_tiles
+            tile = offset - item * owner_tiles
+        line = dsl.shuffle_from_lane(end, Int32(31))
+        base = base + 32
+    if writes_meta & (cta == 0) & (lane == 0):
+        mMeta[2 * shape.batch] = total
+        mMeta[2 * shape.batch + 1] = ctas
+    return Stretch(b, item, tile, count)
+
+
+@cute.jit
+def cta_of_tile(tile: Int32, total: Int32, ctas: Int32) -> Int32:
+    """The CTA whose stretch holds a tile of the line (the inverse of ``stretch_of_cta``)."""
+    quotient = total // ctas
+    remainder = total - quotient * ctas
+    boundary = remainder * (quotient + 1)
+    cta = tile // (quotient + 1)
+    if tile >= boundary:
+        cta = remainder + (tile - boundary) // cutlass.max(quotient, Int32(1))
+    return cta

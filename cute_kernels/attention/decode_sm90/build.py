@@ -1,0 +1,54 @@
+"""Compiling one variant of the decode kernel (imports the DSL; no GPU needed)."""
+
+from __future__ import annotations
+
+from typing import get_type_hints
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint8
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_ptr
+
+from cute_kernels.attention.decode_sm90 import kernel as definition
+from cute_kernels.attention.decode_sm90.config import DecodeConfig
+
+_POINTEES = {
+    "k": (Uint8, 16),
+    "v": (Uint8, 16),
+    "lse": (Float32, 4),
+    "sinks": (Float32, 4),
+    "k_descale": (Float32, 4),
+    "v_descale": (Float32, 4),
+    "cu_q": (Int32, 4),
+    "used_k": (Int32, 4),
+    "cu_k": (Int32, 4),
+    "table": (Int32, 4),
+}
+
+
+def _pointer(element, alignment: int):
+    return make_ptr(element, alignment, cute.AddressSpace.gmem, assumed_align=alignment)
+
+
+def _zeros(group):
+    """A NamedTuple of numbers, each of its annotated type (values do not matter for compiling)."""
+    return group(*(kind(1) for kind in get_type_hints(group).values()))
+
+
+def compile_decode(config: DecodeConfig, options: str):
+    """The compiled launch function; ``options`` are cute.compile's (architecture, TVM-FFI)."""
+    q_type = definition.Q_TYPES[config.q_dtype]
+    pointees = {**_POINTEES, "q": (q_type, 16), "out": (q_type, 4)}
+    addresses = definition.Addresses(
+        **{name: _pointer(*pointees[name]) for name in definition.Addresses._fields}
+    )
+    workspace = make_fake_compact_tensor(Float32, (cute.sym_int64(),), assumed_align=16)
+    return cute.compile(
+        definition.DecodeSm90(config),
+        workspace,
+        addresses,
+        _zeros(definition.Strides),
+        _zeros(definition.Sizes),
+        _zeros(definition.Scalars),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=options,
+    )

@@ -1,0 +1,158 @@
+"""What varies between the compiled variants of the SM90 decode kernel, and what it accepts.
+
+Import-light: no DSL here, because planners, tests and the registry read these facts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+TILE_TOKENS = 64
+WARPGROUP_THREADS = 128
+# What a producer warpgroup keeps when it gives its registers to the consumers.
+PRODUCER_REGISTERS = 40
+
+HEAD_SIZES = (64, 128, 256, 512)
+Q_DTYPES = ("bf16", "fp16")
+# Packed query rows (GQA group x query tokens) that one pass over K and V serves.
+ROW_BUCKETS = (8, 16, 32, 64)
+# Tokens that one TMA box carries: a page smaller than a tile is loaded by several boxes.
+BOX_TOKENS = (64, 32, 16)
+
+SMEM_BYTES_PER_SM = 233472  # SM90: 228 KiB, of which each resident CTA reserves 1 KiB
+SMEM_BYTES_PER_CTA = 232448  # SM90: 227 KiB
+
+
+# More rows than this would not leave registers for a tile's operands beside the accumulators
+# (rows * head_size / 128 registers a thread): such calls run as several chunks of rows.
+_MAX_ROWS = {64: 64, 128: 64, 256: 32, 512: 32}
+
+
+def row_buckets(head_size: int) -> tuple[int, ...]:
+    """The row buckets compiled for a head size, ascending."""
+    return tuple(rows for rows in ROW_BUCKETS if rows <= _MAX_ROWS[head_size])
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Compile-time parameters of one variant.
+
+    head_size: elements of one head, one of ``HEAD_SIZES``.
+    rows: packed query rows of one work item (a multiple of 8; the MMA's N).
+    q_dtype: "bf16" or "fp16"; the output has it too.
+    box_tokens: tokens of one TMA box, 64, 32 or 16.
+    stages: ring slots, each holding one K or V tile of 64 tokens.
+    ctas_per_sm: resident CTAs that registers and shared memory are budgeted for.
+    consumer_registers: registers of a consumer thread when the producer warp is padded to a
+        warpgroup that gives its own away (setmaxnreg); 0 for a single producer warp.
+    loader_only: consumers only hand slots back. The read ceiling of perf/, not an attention.
+    """
+
+    head_size: int
+    rows: int
+    q_dtype: str
+    box_tokens: int
+    stages: int
+    ctas_per_sm: int
+    consumer_registers: int = 0
+    loader_only: bool = False
+
+    @property
+    def name(self) -> str:
+        loader = "_loader" if self.loader_only else ""
+        return (
+            f"decode_sm90_fp8_e4m3_d{self.head_size}_r{self.rows}_{self.q_dtype}"
+            f"_box{self.box_tokens}{loader}"
+        )
+
+    @property
+    def uses_wgmma(self) -> bool:
+        """16 and more rows feed register-A wgmma; 8 rows are served by mma.sync alone."""
+        return self.rows >= 16
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP_THREADS + (WARPGROUP_THREADS if self.consumer_registers else 32)
+
+    @property
+    def stage_bytes(self) -> int:
+        return TILE_TOKENS * self.head_size
+
+
+def smem_bytes(config: DecodeConfig) -> int:
+    """Shared memory of one CTA, alignment padding included (what the allocator will ask for)."""
+    rows, head_size = config.rows, config.head_size
+    ring = config.stages * config.stage_bytes
+    probabilities = rows * TILE_TOKENS * 2
+    queries = rows * head_size * 2 if config.uses_wgmma else 0
+    # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|
+    tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4)
+    barriers = 2 * 8 * config.stages
+    return ring + probabilities + queries + tables + barriers + 3 * 1024
+
+
+def _stages_within(config: DecodeConfig) -> int:
+    """The largest stage count that leaves room for ``ctas_per_sm`` CTAs."""
+    budget = min(SMEM_BYTES_PER_SM // config.ctas_per_sm - 1024, SMEM_BYTES_PER_CTA)
+    fixed = smem_bytes(config) - config.stages * (config.stage_bytes + 16)
+    return (budget - fixed) // (config.stage_bytes + 16)
+
+
+# (head size, rows) -> (CTAs per SM, consumer registers by setmaxnreg or 0).
+#
+# One consumer warpgroup hides the latency of a 64-token tile only when the tile is large: small
+# tiles want more CTAs beside each other. An SM partition of 16384 registers then holds 2, 3, 4 or
+# 5 warps of 1, 2, 3 or 4 CTAs, which caps a thread at 255, 168, 128 or 96 registers; where the
+# accumulators need more, the producer becomes a warpgroup that gives its registers away.
+_RESIDENCY = {
+    (512, 8): (1, 0),
+    (512, 16): (1, 0),
+    (512, 32): (2, 216),
+    (256, 8): (2, 0),
+    (256, 16): (2, 0),
+    (256, 32): (2, 216),
+    (128, 8): (3, 0),
+    (128, 16): (3, 0),
+    (128, 32): (2, 0),
+    (128, 64): (2, 216),
+    (64, 8): (4, 0),
+    (64, 16): (4, 0),
+    (64, 32): (3, 0),
+    (64, 64): (2, 0),
+}
+# More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
+_MAX_RING_BYTES_PER_SM = 196608
+
+
+def make_config(
+    head_size: int, rows: int, q_dtype: str, box_tokens: int, loader_only: bool = False
+) -> DecodeConfig:
+    """The tuned variant for a head size, row bucket, query dtype and TMA box."""
+    ctas, registers = _RESIDENCY[head_size, rows]
+    draft = DecodeConfig(head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only)
+    stages = min(_stages_within(draft), _MAX_RING_BYTES_PER_SM // ctas // draft.stage_bytes)
+    return replace(draft, stages=stages)
+
+
+def row_bucket(head_size: int, packed_rows: int) -> int:
+    """The smallest bucket that holds ``packed_rows`` rows, else the largest (in chunks)."""
+    buckets = row_buckets(head_size)
+    return next((rows for rows in buckets if rows >= packed_rows), buckets[-1])
+
+
+def box_tokens_for_page(page_size: int) -> int | None:
+    """Tokens of one TMA box for a page size, or None where the kernel cannot read such pages."""
+    return (
+        next((box for box in BOX_TOKENS if page_size % box == 0), None) if page_size > 0 else None
+    )
+
+
+def support_table() -> list[DecodeConfig]:
+    """Every variant that the public function can ask for."""
+    return [
+        make_config(head_size, rows, q_dtype, box)
+        for head_size in HEAD_SIZES
+        for rows in row_buckets(head_size)
+        for q_dtype in Q_DTYPES
+        for box in BOX_TOKENS
+    ]

@@ -1,0 +1,114 @@
+"""What happens to an item's result: the final output, or one part of it for the combine kernel."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_kernels import dsl
+from cute_kernels.attention.common.output import (
+    Output,
+    Partial,
+    finish_row,
+    output_address,
+    pack_output,
+    sink_of_head,
+    store_lse,
+)
+from cute_kernels.attention.common.tile_schedule import Chunk, Sequence, Shape, query_token
+from cute_kernels.attention.decode_sm90.lane import ConsumerLane, Softmax
+
+
+class Epilogue(ConsumerLane):
+    @cute.jit
+    def reduce_sums(self, state: Softmax):
+        """Row sums over all tokens; afterwards every lane of a row holds the same sum."""
+        for n in cutlass.range_constexpr(self.row_blocks):
+            for r in cutlass.range_constexpr(2):
+                total = state.rSum[2 * n + r]
+                for step in cutlass.range_constexpr(3):
+                    total = total + dsl.shuffle_xor_f32(total, Int32(4 << step))
+                state.rSum[2 * n + r] = total
+            if self.g == 0:
+                dsl.st_shared_f32x2(
+                    self._warp_row(self.smem.row_sum, self.warp, n),
+                    state.rSum[2 * n],
+                    state.rSum[2 * n + 1],
+                )
+        self.barrier()
+        for n in cutlass.range_constexpr(self.row_blocks):
+            total = [Float32(0.0), Float32(0.0)]
+            for w in cutlass.range_constexpr(4):
+                other = dsl.ld_shared_f32x2(self._warp_row(self.smem.row_sum, w, n))
+                total = [total[0] + other[0], total[1] + other[1]]
+            state.rSum[2 * n] = total[0]
+            state.rSum[2 * n + 1] = total[1]
+
+    @cute.jit
+    def write_output(
+        self,
+        output: Output,
+        acc: cute.Tensor,
+        state: Softmax,
+        v_scale: Float32,
+        seq: Sequence,
+        chunk: Chunk,
+        head: Int32,
+    ):
+        """The whole item was this CTA's: write O and LSE."""
+        shape: Shape = self.shape
+        first = self.warp * self.units * 16 + 2 * self.g
+        for n in cutlass.range_constexpr(self.row_blocks):
+            for r in cutlass.range_constexpr(2):
+                row = chunk.first_row + 8 * n + 2 * self.j + r
+                if row < chunk.rows_end:
+                    token = query_token(shape, row)
+                    query_head = head * shape.group + row - token * shape.group
+                    token = token + seq.q_start
+                    final = finish_row(
+                        state.rMax[2 * n + r],
+                        state.rSum[2 * n + r],
+                        sink_of_head(output, query_head),
+                        v_scale,
+                    )
+                    address = output_address(output, token, query_head, first)
+                    for u in cutlass.range_constexpr(self.units):
+                        at = (u * self.row_blocks + n) * 4 + r
+                        packed = pack_output(
+                            output.mO, acc[at] * final.factor, acc[at + 2] * final.factor
+                        )
+                        dsl.st_global_b32(address + 32 * u, packed)
+                    if self.tid < 4:
+                        store_lse(output, token, query_head, final.lse)
+
+    @cute.jit
+    def write_partial(
+        self,
+        partial: Partial,
+        acc: cute.Tensor,
+        state: Softmax,
+        v_scale: Float32,
+        chunk: Chunk,
+        slot: Int32,
+    ):
+        """One part of an item: normalised output in float32 and LSE in log2 units."""
+        config = self.config
+        first = self.warp * self.units * 16 + 2 * self.g
+        for n in cutlass.range_constexpr(self.row_blocks):
+            for r in cutlass.range_constexpr(2):
+                row = 8 * n + 2 * self.j + r
+                if chunk.first_row + row < chunk.rows_end:
+                    total = state.rSum[2 * n + r]
+                    factor = Float32(0.0)
+                    if total != 0.0:
+                        factor = v_scale / total
+                    line = Int64(slot) * config.rows + row
+                    address = partial.mO.iterator.toint() + (line * config.head_size + first) * 4
+                    for u in cutlass.range_constexpr(self.units):
+                        at = (u * self.row_blocks + n) * 4 + r
+                        dsl.st_global_f32x2(
+                            address + 64 * u, acc[at] * factor, acc[at + 2] * factor
+                        )
+                    if self.tid < 4:
+                        partial.mLse[slot, row] = state.rMax[2 * n + r] + dsl.log2(total)

@@ -1,0 +1,347 @@
+"""SM90 decode attention over a paged FP8 (e4m3) KV cache: the kernel and its launch.
+
+Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_heads, D) bytes with
+any 16-byte-aligned strides and contiguous D, D one of 64, 128, 256, 512; page_size a multiple of
+the variant's ``box_tokens``. A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
+
+One CTA is a producer warp and a consumer warpgroup around a ring of 64-token tiles in shared
+memory: the producer loads K and V by TMA, the consumers convert to fp16 in registers and multiply
+(consumer.py says how). Work is dealt in equal stretches of tiles (common/tile_schedule.py), and
+items that end up in several CTAs are finished by the combine kernel (../combine/), launched here
+too, overlapping this kernel's tail by programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from cute_kernels.attention.combine.config import combine_config
+from cute_kernels.attention.combine.kernel import Combine
+from cute_kernels.attention.common.output import Output, Partial
+from cute_kernels.attention.common.tile_schedule import (
+    Lengths,
+    Shape,
+    stretch_of_cta,
+)
+from cute_kernels.attention.decode_sm90.config import (
+    PRODUCER_REGISTERS,
+    TILE_TOKENS,
+    DecodeConfig,
+)
+from cute_kernels.attention.decode_sm90.consumer import Consumer
+from cute_kernels.attention.decode_sm90.lane import ConsumerSmem
+from cute_kernels.attention.decode_sm90.layout import TileLayout
+from cute_kernels.attention.decode_sm90.producer import PagedSource, Producer, Ring
+
+Q_TYPES = {"bf16": BFloat16, "fp16": Float16}
+PRODUCER_WARP = 4
+
+
+class Addresses(NamedTuple):
+    """Device addresses of the operands. 0 where an optional operand is absent."""
+
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    out: cute.Pointer
+    lse: cute.Pointer
+    sinks: cute.Pointer
+    k_descale: cute.Pointer
+    v_descale: cute.Pointer
+    cu_q: cute.Pointer
+    used_k: cute.Pointer
+    cu_k: cute.Pointer
+    table: cute.Pointer
+
+
+class Strides(NamedTuple):
+    """In elements; K and V in bytes."""
+
+    q_token: Int64
+    q_head: Int64
+    k_page: Int64
+    k_token: Int64
+    k_head: Int64
+    v_page: Int64
+    v_token: Int64
+    v_head: Int64
+    out_token: Int64
+    out_head: Int64
+    k_descale_batch: Int64
+    k_descale_head: Int64
+    v_descale_batch: Int64
+    v_descale_head: Int64
+    table_batch: Int64
+
+
+class Sizes(NamedTuple):
+    """batch sequences, total_q tokens, kv_heads, group; the cache's pages and page_size.
+
+    max_chunks bounds the row chunks of one sequence (the combine grid). paged and has_used say
+    which length and page operands are present.
+    """
+
+    batch: Int32
+    total_q: Int32
+    kv_heads: Int32
+    group: Int32
+    group_magic: Int64
+    pages: Int32
+    page_size: Int32
+    table_width: Int32
+    paged: Int32
+    has_used: Int32
+    max_chunks: Int32
+
+
+class Scalars(NamedTuple):
+    """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid.
+
+    combine_wide chooses the combine kernel for few rows with many parts.
+    """
+
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    ctas: Int32
+    min_tiles: Int32
+    combine_wide: Int32
+
+
+class DecodeSm90:
+    def __init__(self, config: DecodeConfig):
+        self.config = config
+        self.layout = TileLayout(config)
+        self.q_type = Q_TYPES[config.q_dtype]
+
+    def _cache_tensor(self, pointer, sizes: Sizes, strides) -> cute.Tensor:
+        """(elements of a column block, tokens of a page, column blocks, heads, pages), bytes."""
+        layout = self.layout
+        shape = (layout.row_bytes, sizes.page_size, layout.blocks, sizes.kv_heads, sizes.pages)
+        page, token, head = strides
+        return cute.make_tensor(
+            pointer, cute.make_layout(shape, stride=(1, token, layout.row_bytes, head, page))
+        )
+
+    def _tma(self, pointer, sizes: Sizes, strides):
+        layout = self.layout
+        box = (layout.row_bytes, layout.box_tokens, layout.blocks)
+        smem = cute.make_composed_layout(
+            cute.make_swizzle(3 if layout.row_bytes == 128 else 2, 4, 3),
+            0,
+            cute.make_layout(box, stride=(1, layout.row_bytes, layout.block_bytes)),
+        )
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            self._cache_tensor(pointer, sizes, strides),
+            smem,
+            box,
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        mWorkspace: cute.Tensor,
+        at: Addresses,
+        strides: Strides,
+        sizes: Sizes,
+        scalars: Scalars,
+        stream,
+    ):
+        config, D = self.config, self.config.head_size
+        heads = sizes.kv_heads * sizes.group
+        token_shape = (sizes.total_q, heads, D)
+        k_strides = (strides.k_page, strides.k_token, strides.k_head)
+        v_strides = (strides.v_page, strides.v_token, strides.v_head)
+        atomK, mTmaK = self._tma(at.k, sizes, k_strides)
+        atomV, mTmaV = self._tma(at.v, sizes, v_strides)
+        mQ = cute.make_tensor(
+            at.q, cute.make_layout(token_shape, stride=(strides.q_token, strides.q_head, 1))
+        )
+        output = Output(
+            cute.make_tensor(
+                at.out,
+                cute.make_layout(token_shape, stride=(strides.out_token, strides.out_head, 1)),
+            ),
+            cute.make_tensor(
+                at.lse,
+                cute.make_layout((heads, sizes.total_q), stride=(Int64(sizes.total_q), 1)),
+            ),
+            cute.make_tensor(at.sinks, cute.make_layout(heads)),
+        )
+        per_head = (sizes.batch, sizes.kv_heads)
+        mKScale = cute.make_tensor(
+            at.k_descale,
+            cute.make_layout(per_head, stride=(strides.k_descale_batch, strides.k_descale_head)),
+        )
+        mVScale = cute.make_tensor(
+            at.v_descale,
+            cute.make_layout(per_head, stride=(strides.v_descale_batch, strides.v_descale_head)),
+        )
+        lengths = Lengths(
+            cute.make_tensor(at.cu_q, cute.make_layout(sizes.batch + 1)),
+            cute.make_tensor(at.used_k, cute.make_layout(sizes.batch)),
+            cute.make_tensor(at.cu_k, cute.make_layout(sizes.batch + 1)),
+            sizes.has_used,
+        )
+        shape = Shape(
+            sizes.batch,
+            sizes.kv_heads,
+            sizes.group,
+            sizes.group_magic,
+            scalars.window_left,
+            scalars.window_right,
+        )
+        source = PagedSource(
+            cute.make_tensor(
+                at.table,
+                cute.make_layout((sizes.batch, sizes.table_width), stride=(strides.table_batch, 1)),
+            ),
+            sizes.table_width,
+            sizes.page_size,
+            sizes.paged,
+        )
+        partial, mMeta = self._workspace(mWorkspace, scalars.ctas, sizes.batch)
+        mma = cute.make_tiled_mma(
+            warpgroup.MmaF16BF16Op(
+                Float16,
+                Float32,
+                (64, max(config.rows, 8), 16),
+                warpgroup.OperandSource.RMEM,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
+            )
+        )
+        self.kernel(
+            mma, atomK, mTmaK, atomV, mTmaV, mQ, mKScale, mVScale,
+            lengths, shape, source, output, partial, mMeta,
+            scalars.softmax_scale, scalars.softcap, scalars.min_tiles,
+        ).launch(
+            grid=(scalars.ctas, 1, 1),
+            block=(config.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=config.ctas_per_sm,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+        if const_expr(not config.loader_only):
+            if scalars.combine_wide != 0:
+                self._combine(
+                    combine_config(D, config.rows, wide=True), lengths, shape, output, partial,
+                    mMeta, sizes.max_chunks, stream,
+                )  # fmt: skip
+            else:
+                self._combine(
+                    combine_config(D, config.rows, wide=False), lengths, shape, output, partial,
+                    mMeta, sizes.max_chunks, stream,
+                )  # fmt: skip
+
+    def _workspace(self, mWorkspace: cute.Tensor, ctas: Int32, batch: Int32):
+        """Cut the float32 workspace into (partial results, mMeta); ``workspace_floats`` sizes it."""
+        rows, D = self.config.rows, self.config.head_size
+        slots = 2 * ctas
+        base = mWorkspace.iterator
+        lse = base + Int64(slots) * (rows * D)
+        meta = lse + Int64(slots) * rows
+        partial = Partial(
+            cute.make_tensor(base, cute.make_layout((slots, rows, D), stride=(rows * D, D, 1))),
+            cute.make_tensor(lse, cute.make_layout((slots, rows), stride=(rows, 1))),
+        )
+        mMeta = cute.make_tensor(
+            cute.recast_ptr(meta, dtype=Int32), cute.make_layout(2 * batch + 2)
+        )
+        return partial, mMeta
+
+    @cute.jit
+    def _combine(self, combine, lengths, shape, output, partial, mMeta, max_chunks, stream):
+        items = shape.batch * max_chunks * shape.kv_heads
+        Combine(combine).kernel(lengths, shape, output, partial, mMeta, max_chunks).launch(
+            grid=(items, combine.rows, combine.slices),
+            block=(combine.threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        atomK: cute.CopyAtom,
+        mTmaK: cute.Tensor,
+        atomV: cute.CopyAtom,
+        mTmaV: cute.Tensor,
+        mQ: cute.Tensor,
+        mKScale: cute.Tensor,
+        mVScale: cute.Tensor,
+        lengths: Lengths,
+        shape: Shape,
+        source: PagedSource,
+        output: Output,
+        partial: Partial,
+        mMeta: cute.Tensor,
+        softmax_scale: Float32,
+        softcap: Float32,
+        min_tiles: Int32,
+    ):
+        config = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        ring, smem = self._allocate()
+        if tid == 0:
+            for slot in cutlass.range_constexpr(config.stages):
+                cute.arch.mbarrier_init(ring.full + slot, 1)
+                cute.arch.mbarrier_init(ring.empty + slot, 4)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+        stretch = stretch_of_cta(
+            lengths, shape, mMeta, cta, ctas, min_tiles, warp == 0, config.rows
+        )
+        if warp >= PRODUCER_WARP:
+            if const_expr(config.consumer_registers > 0):
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == PRODUCER_WARP:
+                producer = Producer(config, lengths, shape, source)
+                producer.run(ring, atomK, mTmaK, atomV, mTmaV, stretch)
+        else:
+            if const_expr(config.consumer_registers > 0):
+                cute.arch.setmaxregister_increase(config.consumer_registers)
+            consumer = Consumer(config, mma, shape, ring, smem, softcap)
+            consumer.run(
+                mQ, mKScale, mVScale, lengths, output, partial, softmax_scale, stretch, cta
+            )
+
+    def _allocate(self):
+        config = self.config
+        rows, D = config.rows, config.head_size
+        allocator = cutlass.memory.SmemAllocator()
+
+        def array(element, count, alignment):
+            return allocator.allocate_array(element, count, byte_alignment=alignment)
+
+        ring = array(Uint8, config.stage_bytes * config.stages, 1024)
+        q = array(Float16, rows * D if config.uses_wgmma else 8, 1024)
+        p = array(Float16, rows * TILE_TOKENS, 1024)
+        row_max = array(Float32, 4 * rows, 128)
+        row_sum = array(Float32, 4 * rows, 128)
+        visible = array(Int32, 2 * rows, 128)
+        q_scale = array(Float32, rows, 128)
+        q_max = array(Int32, 4 * rows, 128)
+        full = array(Int64, config.stages, 8)
+        empty = array(Int64, config.stages, 8)
+        sQ = sP = None
+        if config.uses_wgmma:
+            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
+            q_layout = cute.tile_to_shape(atom, (rows, D), order=(0, 1))
+            p_layout = cute.tile_to_shape(atom, (rows, TILE_TOKENS), order=(0, 1))
+            sQ = cute.make_tensor(cute.recast_ptr(q, q_layout.inner, dtype=Float16), q_layout.outer)
+            sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=Float16), p_layout.outer)
+        addresses = [x.toint() for x in (p, row_max, row_sum, visible, q_scale, q_max, q)]
+        return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)

@@ -1,0 +1,127 @@
+"""What a consumer lane knows all along: its fragment coordinates, addresses, and barriers.
+
+Fragment coordinates, with lane = 4 g + j and row block n = 0 .. rows/8 - 1:
+
+- S^T of warp w: tokens 16 w + T(g) and 8 further (T: ``TileLayout.token_of``), rows 8 n + 2 j, + 1;
+- O^T of warp w: head-dim elements 16 u + 2 g, + 1 for its units u, the same rows. So the softmax
+  state of a row sits in the lanes that hold its output, and rescaling needs no exchange.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels import dsl
+from cute_kernels.attention.common.tile_schedule import Shape
+from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS, DecodeConfig
+from cute_kernels.attention.decode_sm90.layout import TileLayout
+from cute_kernels.attention.decode_sm90.producer import Ring
+
+
+class NamedBarrier(IntEnum):
+    CONSUMERS = 1
+
+
+class ConsumerSmem(NamedTuple):
+    """Shared addresses of the consumer's tables (bytes), and Q^T and P^T as MMA operands.
+
+    p: probabilities, fp16, rows x 64 tokens. row_max, row_sum: (4 warps, rows) float32.
+    visible: (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a
+    raw score into a log2-domain score. q_max: (4 warps, rows) float32 bit patterns.
+    """
+
+    p: Int32
+    row_max: Int32
+    row_sum: Int32
+    visible: Int32
+    q_scale: Int32
+    q_max: Int32
+    q: Int32
+    sQ: cute.Tensor
+    sP: cute.Tensor
+
+
+class Softmax(NamedTuple):
+    """Register state per row of the lane, two rows a block: running maximum and sum."""
+
+    rMax: cute.Tensor
+    rSum: cute.Tensor
+
+
+class ConsumerLane:
+    def __init__(
+        self,
+        config: DecodeConfig,
+        mma: cute.TiledMma,
+        shape: Shape,
+        ring: Ring,
+        smem: ConsumerSmem,
+        softcap: Float32,
+    ):
+        self.config, self.layout = config, TileLayout(config)
+        self.mma, self.shape, self.ring, self.smem, self.softcap = mma, shape, ring, smem, softcap
+        self.row_blocks = config.rows // 8
+        # 16-element units of the head dim that one warp owns in O^T.
+        self.units = config.head_size // 64
+        # At 8 rows four independent accumulator chains hide the latency of mma.sync.
+        self.chains = 1 if config.uses_wgmma else 4
+        tid, _, _ = cute.arch.thread_idx()
+        self.tid = tid
+        self.lane = tid % 32
+        self.warp = cute.arch.make_warp_uniform(tid // 32)
+        self.g = self.lane // 4
+        self.j = self.lane % 4
+        self._set_addresses()
+
+    def _set_addresses(self):
+        layout, lane, warp = self.layout, self.lane, self.warp
+        ring_address = self.ring.base.toint()
+        token = layout.token_of(self.g)
+        self.token_in_tile = 16 * warp + token
+        self.k_address = (
+            ring_address
+            + layout.row(16 * warp)
+            + token * layout.row_bytes
+            + ((self.j ^ layout.swizzle_of(token)) * 16)
+        )
+        v_token = 8 * (lane // 8) + layout.token_of(lane % 8)
+        first_unit = warp * self.units
+        self.v_swizzle = layout.swizzle_of(v_token)
+        self.v_address = (
+            ring_address + layout.row(v_token) + (first_unit // layout.units) * layout.block_bytes
+        )
+        self.v_unit = first_unit % layout.units
+
+    def make_state(self):
+        """(output accumulators, softmax state); filled anew by ``reset`` for each item."""
+        rows = 2 * self.row_blocks
+        acc = cute.make_rmem_tensor((self.units * self.row_blocks * 4,), Float32)
+        state = Softmax(
+            cute.make_rmem_tensor((rows,), Float32),
+            cute.make_rmem_tensor((rows,), Float32),
+        )
+        return acc, state
+
+    @cute.jit
+    def reset(self, acc: cute.Tensor, state: Softmax):
+        for i in cutlass.range_constexpr(self.units * self.row_blocks * 4):
+            acc[i] = Float32(0.0)
+        for i in cutlass.range_constexpr(2 * self.row_blocks):
+            state.rMax[i] = Float32(dsl.NEG_INF)
+            state.rSum[i] = Float32(0.0)
+
+    def barrier(self):
+        cute.arch.barrier(
+            barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=WARPGROUP_THREADS
+        )
+
+    @cute.jit
+    def release(self, slot: Int32):
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(self.ring.empty + slot)

@@ -1,0 +1,173 @@
+"""The producer warp: brings K and V tiles of the CTA's stretch into the ring by TMA."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels import dsl
+from cute_kernels.attention.common.tile_schedule import (
+    Lengths,
+    Shape,
+    Stretch,
+    chunk_of,
+    sequence,
+)
+from cute_kernels.attention.decode_sm90.config import DecodeConfig
+from cute_kernels.attention.decode_sm90.layout import TileLayout
+
+# Each byte of the cache is read once: L2 should drop it first (createpolicy evict_first).
+EVICT_FIRST = 0x12F0000000000000
+
+
+class PagedSource(NamedTuple):
+    """Where tokens lie. mTable (batch, width) int32; ``paged`` 0 means one run of tokens (mCuK)."""
+
+    mTable: cute.Tensor
+    table_width: Int32
+    page_size: Int32
+    paged: Int32
+
+
+class Ring(NamedTuple):
+    """Slots of one tile each with their barriers: ``full`` (TMA bytes), ``empty`` (4 warps)."""
+
+    base: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Producer:
+    def __init__(self, config: DecodeConfig, lengths: Lengths, shape: Shape, source: PagedSource):
+        self.config = config
+        self.layout = TileLayout(config)
+        self.lengths, self.shape, self.source = lengths, shape, source
+
+    def ring_boxes(self, ring: Ring) -> cute.Tensor:
+        """The ring as (elements of a box, boxes of a tile, slots)."""
+        config, layout = self.config, self.layout
+        swizzle = cute.make_swizzle(3 if layout.row_bytes == 128 else 2, 4, 3)
+        slots = cute.make_layout(
+            (layout.row_bytes, layout.box_tokens, layout.blocks, layout.boxes, config.stages),
+            stride=(
+                1,
+                layout.row_bytes,
+                layout.block_bytes,
+                layout.box_bytes,
+                config.stage_bytes,
+            ),
+        )
+        pointer = cute.recast_ptr(ring.base, swizzle, dtype=Uint8)
+        return cute.group_modes(cute.make_tensor(pointer, slots), 0, 3)
+
+    @cute.jit
+    def load_box(
+        self,
+        atom: cute.CopyAtom,
+        mTma: cute.Tensor,
+        sBox: cute.Tensor,
+        token: Int32,
+        head: Int32,
+        page: Int32,
+        full: cute.Pointer,
+    ):
+        layout = self.layout
+        box = (layout.row_bytes, layout.box_tokens, layout.blocks)
+        gBox = cute.local_tile(
+            cute.domain_offset((0, token, 0), mTma[None, None, None, head, page]), box, (0, 0, 0)
+        )
+        s, g = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(sBox, 0, 1), cute.group_modes(gBox, 0, 3)
+        )
+        cute.copy(atom, g, s, tma_bar_ptr=full, cache_policy=Int64(EVICT_FIRST))
+
+    @cute.jit
+    def run(
+        self,
+        ring: Ring,
+        atomK: cute.CopyAtom,
+        mTmaK: cute.Tensor,
+        atomV: cute.CopyAtom,
+        mTmaV: cute.Tensor,
+        stretch: Stretch,
+    ):
+        config, layout, shape, source = self.config, self.layout, self.shape, self.source
+        lane = cute.arch.lane_idx()
+        if lane == 0:
+            cpasync.prefetch_descriptor(atomK)
+            cpasync.prefetch_descriptor(atomV)
+        sBoxes = self.ring_boxes(ring)
+        done = Int32(0)
+        b, item, tile = stretch.b, stretch.item, stretch.tile
+        slot = Int32(0)
+        phase = Int32(1)
+        while done < stretch.count:
+            seq = sequence(self.lengths, shape, b, config.rows)
+            while seq.tiles * seq.chunks == 0:
+                b = b + 1
+                seq = sequence(self.lengths, shape, b, config.rows)
+            count = cutlass.min(seq.tiles - tile, stretch.count - done)
+            chunk = item // shape.kv_heads
+            head = item - chunk * shape.kv_heads
+            live = chunk_of(seq, shape, chunk, tile, count, config.rows)
+            low = cutlass.max(seq.used - seq.q_len - shape.window_left, Int32(0))
+            run_start = Int32(0)
+            if source.paged == 0:
+                run_start = self.lengths.mCuK[b]
+            page = Int32(0)
+            in_page = Int32(0)
+            ahead = Int32(0)
+            for t in cutlass.range(live.tile_begin, live.tile_end, unroll=1):
+                if (ahead & 31) == 0:
+                    # One table entry a lane, for the next 32 boxes. A box without live tokens
+                    # (past the end, or before the window) takes the nearest live one instead:
+                    # its own entry may hold anything, and its page may be freed.
+                    box = t * layout.boxes + lane
+                    token = cutlass.min(cutlass.max(box * config.box_tokens, low), seq.used - 1)
+                    index = token // source.page_size
+                    in_page = (token - index * source.page_size) & -config.box_tokens
+                    if source.paged != 0:
+                        page = source.mTable[b, cutlass.min(index, source.table_width - 1)]
+                    else:
+                        in_page = run_start + box * config.box_tokens
+                boxes = []
+                for i in cutlass.range_constexpr(layout.boxes):
+                    source_lane = (ahead + i) & 31
+                    boxes.append(
+                        (
+                            dsl.shuffle_from_lane(page, source_lane),
+                            dsl.shuffle_from_lane(in_page, source_lane),
+                        )
+                    )
+                ahead = ahead + layout.boxes
+                for operand in cutlass.range_constexpr(2):
+                    atom, mTma = (atomK, mTmaK) if const_expr(operand == 0) else (atomV, mTmaV)
+                    cute.arch.mbarrier_wait(ring.empty + slot, phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(
+                            ring.full + slot, config.stage_bytes
+                        )
+                    for i in cutlass.range_constexpr(layout.boxes):
+                        self.load_box(
+                            atom,
+                            mTma,
+                            sBoxes[None, i, slot],
+                            boxes[i][1],
+                            head,
+                            boxes[i][0],
+                            ring.full + slot,
+                        )
+                    slot = slot + 1
+                    if slot == config.stages:
+                        slot = Int32(0)
+                        phase = phase ^ 1
+            done = done + count
+            tile = Int32(0)
+            item = item + 1
+            if item == seq.chunks * shape.kv_heads:
+                item = Int32(0)
+                b = b + 1

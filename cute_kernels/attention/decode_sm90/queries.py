@@ -1,0 +1,134 @@
+"""Loading the packed query rows of an item as the B operand of S^T = K Q^T.
+
+fp16 holds bf16's precision but not its range, so each bf16 row is multiplied by a power of two
+that brings its largest finite element into [2^14, 2^15): exact, and undone in float32 through the
+row's score scale. Elements 2^-28 below the row's maximum stay normal numbers. fp16 rows are taken
+as they are.
+
+K's bytes are read 16 at a time, so MMA k-step s of pass p covers head-dim elements
+64 p + 16 j + 4 s + {0, 1} (k 2j, 2j+1) and {2, 3} (k 2j+8, 2j+9); Q follows that order.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+
+from cute_kernels import dsl
+from cute_kernels.attention.common.tile_schedule import Chunk, Sequence, query_token
+from cute_kernels.attention.decode_sm90.lane import ConsumerLane
+
+
+def _scale_of_row(max_word: Int32):
+    """(scale, 1 / scale) of a row, from its packed bf16 maxima."""
+    low = max_word << 16
+    high = max_word & Int32(0xFFFF0000 - (1 << 32))
+    exponent = cutlass.max(low, high) >> 23
+    exponent = cutlass.min(cutlass.max(exponent, Int32(15)), Int32(254))
+    scale = dsl.bits_to_f32((Int32(268) - exponent) << 23)
+    inverse = dsl.bits_to_f32((exponent - Int32(14)) << 23)
+    return scale, inverse
+
+
+class QueryLoading(ConsumerLane):
+    def _row_address(self, mQ: cute.Tensor, seq, chunk, head, row_in_item) -> Int64:
+        """Address of the lane's first 16 bytes of a row; rows past the chunk alias its last row.
+
+        Their scores are computed and dropped: nothing is written for them.
+        """
+        row = cutlass.min(chunk.first_row + row_in_item, chunk.rows_end - 1)
+        token = query_token(self.shape, row)
+        query_head = head * self.shape.group + row - token * self.shape.group
+        element = cute.crd2idx((seq.q_start + token, query_head, 16 * self.j), mQ.layout)
+        return mQ.iterator.toint() + Int64(element) * 2
+
+    @cute.jit
+    def load_queries_to_registers(
+        self,
+        mQ: cute.Tensor,
+        rQ: cute.Tensor,
+        rScale: cute.Tensor,
+        base_scale: Float32,
+        seq: Sequence,
+        chunk: Chunk,
+        head: Int32,
+    ):
+        """8 rows: every warp keeps all of Q as fragments; rScale gets the scales of rows 2j, 2j + 1."""
+        words = self.config.head_size // 8
+        address = self._row_address(mQ, seq, chunk, head, self.g)
+        for i in cutlass.range_constexpr(words // 4):
+            loaded = dsl.ld_global_nc_b32x4(address + (i // 2) * 128 + (i % 2) * 16)
+            for z in cutlass.range_constexpr(4):
+                rQ[4 * i + z] = loaded[z]
+        rScale[0] = base_scale
+        rScale[1] = base_scale
+        if const_expr(mQ.element_type is BFloat16):
+            top = Int32(0)
+            for i in cutlass.range_constexpr(words):
+                top = dsl.max_abs_bf16x2(top, rQ[i])
+            for step in cutlass.range_constexpr(2):
+                top = dsl.max_abs_bf16x2(top, dsl.shuffle_xor_b32(top, Int32(1 << step)))
+            scale, inverse = _scale_of_row(top)
+            for i in cutlass.range_constexpr(words):
+                rQ[i] = dsl.bf16x2_to_f16x2_scaled(rQ[i], scale)
+            for r in cutlass.range_constexpr(2):
+                # lane 4 row holds the row's inverse
+                rScale[r] = base_scale * dsl.shuffle_from_lane_f32(inverse, 4 * (2 * self.j + r))
+
+    @cute.jit
+    def load_queries_to_smem(
+        self,
+        mQ: cute.Tensor,
+        base_scale: Float32,
+        seq: Sequence,
+        chunk: Chunk,
+        head: Int32,
+    ):
+        """16 and more rows: Q^T in shared memory as a K-major, 128-byte-swizzled wgmma operand."""
+        config, smem = self.config, self.smem
+        half_passes = config.head_size // 32
+        per_warp = max(1, half_passes // 4)
+        is_bf16 = const_expr(mQ.element_type is BFloat16)
+        loaded = []
+        for n in cutlass.range_constexpr(self.row_blocks):
+            address = self._row_address(mQ, seq, chunk, head, 8 * n + self.g)
+            for i in cutlass.range_constexpr(per_warp):
+                unit = cutlass.min(self.warp + 4 * i, Int32(half_passes - 1))
+                loaded.append(dsl.ld_global_nc_b32x4(address + (unit // 2) * 128 + (unit % 2) * 16))
+        if const_expr(is_bf16):
+            for n in cutlass.range_constexpr(self.row_blocks):
+                top = Int32(0)
+                for i in cutlass.range_constexpr(per_warp):
+                    for z in cutlass.range_constexpr(4):
+                        top = dsl.max_abs_bf16x2(top, loaded[n * per_warp + i][z])
+                for step in cutlass.range_constexpr(2):
+                    top = dsl.max_abs_bf16x2(top, dsl.shuffle_xor_b32(top, Int32(1 << step)))
+                if self.j == 0:
+                    row = self.warp * config.rows + 8 * n + self.g
+                    dsl.st_shared_b32(smem.q_max + row * 4, top)
+            self.barrier()
+        for n in cutlass.range_constexpr(self.row_blocks):
+            row = 8 * n + self.g
+            scale = Float32(1.0)
+            inverse = Float32(1.0)
+            if const_expr(is_bf16):
+                top = Int32(0)
+                for w in cutlass.range_constexpr(4):
+                    other = dsl.ld_shared_b32(smem.q_max + (w * config.rows + row) * 4)
+                    top = dsl.max_abs_bf16x2(top, other)
+                scale, inverse = _scale_of_row(top)
+            if self.tid < 32:
+                if self.j == 0:
+                    dsl.st_shared_f32(smem.q_scale + row * 4, base_scale * inverse)
+            for i in cutlass.range_constexpr(per_warp):
+                unit = self.warp + 4 * i
+                if unit < half_passes:
+                    at = smem.q + (unit // 2) * (config.rows * 128) + row * 128 + 4 * self.j
+                    for z in cutlass.range_constexpr(4):
+                        word = loaded[n * per_warp + i][z]
+                        if const_expr(is_bf16):
+                            word = dsl.bf16x2_to_f16x2_scaled(word, scale)
+                        position = (4 * (unit % 2) + z) ^ self.g
+                        dsl.st_shared_b32(at + position * 16, word)
+        cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,0 +1,251 @@
+"""The arithmetic of one tile: scores, online softmax, output.
+
+The problem is transposed: S^T = K Q^T and O^T = V^T P^T, so that K and V are the A operand, taken
+from registers. An FP8 byte is read from shared memory once, converted to fp16 in the lane that
+multiplies it, and never written back. The N of every MMA is the packed query rows.
+
+Scores live in the log2 domain once they have been scaled: exp2 and log2 are what the hardware has.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_kernels import dsl
+from cute_kernels.attention.common.tile_schedule import Sequence
+from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
+from cute_kernels.attention.decode_sm90.lane import ConsumerLane, Softmax
+
+
+class TileMath(ConsumerLane):
+    @cute.jit
+    def scores(self, rS: cute.Tensor, rQ: cute.Tensor, slot: Int32, phase: Int32):
+        """rS = K Q^T of one tile (raw products), then hands the K slot back."""
+        config, layout = self.config, self.layout
+        for i in cutlass.range_constexpr(self.chains * self.row_blocks * 4):
+            rS[i] = Float32(0.0)
+        cute.arch.mbarrier_wait(self.ring.full + slot, phase)
+        base = self.k_address + slot * config.stage_bytes
+        passes = config.head_size // 64
+        for p in cutlass.range_constexpr(passes):
+            address = base + (p // 2) * layout.block_bytes
+            if const_expr(p % 2 == 1):
+                # unit 4 + j instead of j: bit 2 of the unit, xor-ed after the swizzle
+                address = (base ^ 64) + (p // 2) * layout.block_bytes
+            low = dsl.ld_shared_b32x4(address)
+            high = dsl.ld_shared_b32x4(address + 8 * layout.row_bytes)
+            if const_expr(p == passes - 1):
+                self.release(slot)
+            if const_expr(config.uses_wgmma):
+                self._scores_wgmma(rS, low, high, p)
+            else:
+                self._scores_mma(rS, rQ, low, high, p)
+        if const_expr(config.uses_wgmma):
+            warpgroup.wait_group(0)
+        else:
+            for chain in cutlass.range_constexpr(1, self.chains):
+                for i in cutlass.range_constexpr(4):
+                    rS[i] = rS[i] + rS[4 * chain + i]
+
+    @cute.jit
+    def _scores_wgmma(self, rS: cute.Tensor, low, high, p: cutlass.Constexpr):
+        rA = cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16)
+        words = cute.recast_tensor(rA, Int32)
+        for s in cutlass.range_constexpr(4):
+            words[4 * s], words[4 * s + 2] = dsl.e4m3x4_to_f16x4(low[s])
+            words[4 * s + 1], words[4 * s + 3] = dsl.e4m3x4_to_f16x4(high[s])
+        tQ = self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(self.smem.sQ))
+        accumulator = cute.make_tensor(
+            rS.iterator, cute.make_layout(((2, 2, self.row_blocks), 1, 1), stride=((1, 2, 4), 0, 0))
+        )
+        warpgroup.fence()
+        for s in cutlass.range_constexpr(4):
+            cute.gemm(
+                self.mma, accumulator, rA[None, None, s], tQ[None, None, 4 * p + s], accumulator
+            )
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+
+    @cute.jit
+    def _scores_mma(self, rS: cute.Tensor, rQ: cute.Tensor, low, high, p: cutlass.Constexpr):
+        for s in cutlass.range_constexpr(4):
+            a0, a2 = dsl.e4m3x4_to_f16x4(low[s])
+            a1, a3 = dsl.e4m3x4_to_f16x4(high[s])
+            b = (rQ[8 * p + 2 * s], rQ[8 * p + 2 * s + 1])
+            c = 4 * (s % self.chains)
+            d = dsl.mma_m16n8k16_f16(
+                a0, a1, a2, a3, b[0], b[1], rS[c], rS[c + 1], rS[c + 2], rS[c + 3]
+            )
+            for i in cutlass.range_constexpr(4):
+                rS[c + i] = d[i]
+
+    @cute.jit
+    def scale_and_mask(self, rS: cute.Tensor, rScale: cute.Tensor, tile: Int32, masked: Int32):
+        """Raw products -> log2-domain scores: descale and scale, then softcap, then mask."""
+        for n in cutlass.range_constexpr(self.row_blocks):
+            scale = (rScale[0], rScale[1])
+            if const_expr(self.config.uses_wgmma):
+                scale = dsl.ld_shared_f32x2(self.smem.q_scale + 32 * n + 8 * self.j)
+            for i in cutlass.range_constexpr(4):
+                rS[4 * n + i] = rS[4 * n + i] * scale[i % 2]
+        if self.softcap != 0.0:
+            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)); x is in log2 units already
+            inverse = 2.0 / self.softcap
+            cap = self.softcap * dsl.LOG2_E
+            for i in cutlass.range_constexpr(4 * self.row_blocks):
+                e = dsl.exp2(rS[i] * inverse)
+                rS[i] = cap - (2.0 * cap) * cute.arch.rcp_approx(1.0 + e)
+        if masked != 0:
+            token = tile * TILE_TOKENS + self.token_in_tile
+            for n in cutlass.range_constexpr(self.row_blocks):
+                limits = dsl.ld_shared_b32x4(self.smem.visible + 64 * n + 16 * self.j)
+                for i in cutlass.range_constexpr(4):
+                    position = token + 8 * (i // 2)
+                    low, high = limits[2 * (i % 2)], limits[2 * (i % 2) + 1]
+                    if (position < low) | (position >= high):
+                        rS[4 * n + i] = Float32(dsl.NEG_INF)
+
+    @cute.jit
+    def softmax(self, rS: cute.Tensor, acc: cute.Tensor, state: Softmax):
+        """Online softmax of one tile over the four warps; leaves P^T in shared memory as fp16."""
+        for n in cutlass.range_constexpr(self.row_blocks):
+            top = []
+            for r in cutlass.range_constexpr(2):
+                x = dsl.fmax(rS[4 * n + r], rS[4 * n + 2 + r])
+                for step in cutlass.range_constexpr(3):
+                    x = dsl.fmax(x, dsl.shuffle_xor_f32(x, Int32(4 << step)))
+                top.append(x)
+            if self.g == 0:
+                dsl.st_shared_f32x2(self._warp_row(self.smem.row_max, self.warp, n), top[0], top[1])
+        self.barrier()
+        for n in cutlass.range_constexpr(self.row_blocks):
+            top = [state.rMax[2 * n], state.rMax[2 * n + 1]]
+            for w in cutlass.range_constexpr(4):
+                other = dsl.ld_shared_f32x2(self._warp_row(self.smem.row_max, w, n))
+                top = [dsl.fmax(top[0], other[0]), dsl.fmax(top[1], other[1])]
+            p = []
+            correction = []
+            for r in cutlass.range_constexpr(2):
+                # a row that has seen no key yet: keep (-inf) - (-inf) out of exp2
+                reference = top[r]
+                if top[r] == dsl.NEG_INF:
+                    reference = Float32(0.0)
+                correction.append(dsl.exp2(state.rMax[2 * n + r] - reference))
+                p.append(dsl.exp2(rS[4 * n + r] - reference))
+                p.append(dsl.exp2(rS[4 * n + 2 + r] - reference))
+                state.rSum[2 * n + r] = state.rSum[2 * n + r] * correction[r] + (
+                    p[2 * r] + p[2 * r + 1]
+                )
+                state.rMax[2 * n + r] = top[r]
+            near = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[0], p[2]))
+            far = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[1], p[3]))
+            self._store_probabilities(near, far, n)
+            self._rescale(acc, correction, n)
+        if const_expr(self.config.uses_wgmma):
+            cute.arch.fence_proxy("async.shared", space="cta")
+        self.barrier()
+
+    def _warp_row(self, table: Int32, warp, n: int) -> Int32:
+        """Address of rows 8 n + 2 j, + 1 in a (4 warps, rows) table."""
+        return table + (warp * self.config.rows + 8 * n) * 4 + self.j * 8
+
+    @cute.jit
+    def _store_probabilities(self, near: Int32, far: Int32, n: cutlass.Constexpr):
+        if const_expr(self.config.uses_wgmma):
+            row = self.smem.p + (8 * n + self.g) * 128 + 4 * self.j
+            dsl.st_shared_b32(row + ((2 * self.warp) ^ self.g) * 16, near)
+            dsl.st_shared_b32(row + ((2 * self.warp + 1) ^ self.g) * 16, far)
+        else:
+            dsl.st_shared_b32x2(self.smem.p + self.warp * 256 + self.lane * 8, near, far)
+
+    @cute.jit
+    def _rescale(self, acc: cute.Tensor, correction, n: cutlass.Constexpr):
+        """Bring a row block's output to the new maxima; seldom needed after the first tiles."""
+        if cute.arch.vote_any_sync((correction[0] != 1.0) | (correction[1] != 1.0)):
+            for u in cutlass.range_constexpr(self.units):
+                for i in cutlass.range_constexpr(4):
+                    at = (u * self.row_blocks + n) * 4 + i
+                    acc[at] = acc[at] * correction[i % 2]
+
+    @cute.jit
+    def clear_dead_values(self, seq: Sequence, low: Int32, tile: Int32, slot: Int32):
+        """Zero V of tokens that no row may see: P is 0 there, but 0 * NaN is NaN.
+
+        Each warp clears the columns it will read itself, so a warp-level barrier is enough. The
+        fence orders these writes before the TMA that reuses the slot.
+        """
+        config, layout = self.config, self.layout
+        columns = (
+            self.ring.base.toint()
+            + slot * config.stage_bytes
+            + ((self.warp * self.units) // layout.units) * layout.block_bytes
+        )
+        zero = Int32(0)
+        for half in cutlass.range_constexpr(2):
+            in_tile = self.lane + 32 * half
+            token = tile * TILE_TOKENS + in_tile
+            row = columns + layout.row(in_tile)
+            swizzle = layout.swizzle_of(in_tile)
+            if (token < low) | (token >= seq.used):
+                for u in cutlass.range_constexpr(self.units):
+                    unit = (self.v_unit + u) ^ swizzle
+                    dsl.st_shared_b32x4(row + unit * 16, zero, zero, zero, zero)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def values(self, acc: cute.Tensor, slot: Int32):
+        """acc += V^T P^T of one tile, then hands the V slot back. The slot has arrived."""
+        config, layout = self.config, self.layout
+        base = self.v_address + slot * config.stage_bytes
+        p = []
+        if const_expr(not config.uses_wgmma):
+            for w in cutlass.range_constexpr(4):
+                p.append(dsl.ld_shared_b32x2(self.smem.p + w * 256 + self.lane * 8))
+        for u in cutlass.range_constexpr(self.units):
+            address = base + (((self.v_unit + u) ^ self.v_swizzle) * 16)
+            words = []
+            for half in cutlass.range_constexpr(2):
+                words.append(dsl.ldmatrix_x4_trans(address + half * layout.second_half))
+            if const_expr(config.uses_wgmma):
+                self._values_wgmma(acc, words, u)
+            else:
+                self._values_mma(acc, words, p, u)
+        self.release(slot)
+        if const_expr(config.uses_wgmma):
+            warpgroup.wait_group(0)
+
+    @cute.jit
+    def _values_wgmma(self, acc: cute.Tensor, words, u: cutlass.Constexpr):
+        rA = cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16)
+        a = cute.recast_tensor(rA, Int32)
+        for s in cutlass.range_constexpr(4):
+            near, far = words[s // 2][2 * (s % 2)], words[s // 2][2 * (s % 2) + 1]
+            a[4 * s], a[4 * s + 1] = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(near))
+            a[4 * s + 2], a[4 * s + 3] = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(far))
+        tP = self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(self.smem.sP))
+        accumulator = cute.make_tensor(
+            acc.iterator + u * 4 * self.row_blocks,
+            cute.make_layout(((2, 2, self.row_blocks), 1, 1), stride=((1, 2, 4), 0, 0)),
+        )
+        warpgroup.fence()
+        for s in cutlass.range_constexpr(4):
+            cute.gemm(self.mma, accumulator, rA[None, None, s], tP[None, None, s], accumulator)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+
+    @cute.jit
+    def _values_mma(self, acc: cute.Tensor, words, p, u: cutlass.Constexpr):
+        for s in cutlass.range_constexpr(4):
+            near, far = words[s // 2][2 * (s % 2)], words[s // 2][2 * (s % 2) + 1]
+            a0, a1 = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(near))
+            a2, a3 = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(far))
+            d = dsl.mma_m16n8k16_f16(
+                a0, a1, a2, a3, p[s][0], p[s][1],
+                acc[4 * u], acc[4 * u + 1], acc[4 * u + 2], acc[4 * u + 3],
+            )  # fmt: skip
+            for i in cutlass.range_constexpr(4):
+                acc[4 * u + i] = d[i]

@@ -1,0 +1,217 @@
+"""``flash_attn_varlen_func``: validate, choose a kernel, run.
+
+Eager calls on plain tensors go straight to the implementation (a dispatcher round trip costs more
+than the launch); traced calls (torch.compile, export, fake tensors) go through the custom op
+``torch.ops.cute_kernels.flash_attn_varlen``, which has a fake implementation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from cute_kernels.attention.arguments import AttentionProblem, validate
+from cute_kernels.attention.decode_sm90 import op as decode_sm90
+from cute_kernels.reference.attention import attention_reference
+
+
+def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving engines
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int | torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    block_table: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_block_scale: torch.Tensor | None = None,
+    v_block_scale: torch.Tensor | None = None,
+    num_splits: int = 0,
+    s_aux: torch.Tensor | None = None,
+    deterministic: bool = False,
+    fa_version: int | None = 4,
+    **others: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a batch of sequences over a paged (or ragged) KV cache.
+
+    B sequences, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), head size D.
+
+    Args:
+        q: (total_q, Hq, D) bf16 or fp16, the queries of all sequences one after the other; any
+            strides with a contiguous last dim.
+        k, v: (num_blocks, block_size, Hkv, D) with ``block_table``, else (total_k, Hkv, D);
+            float8_e4m3fn, or q's dtype; any strides with a contiguous last dim.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, tokens; an int or a 0-d tensor
+            (one on the device is not read). No query of a sequence past max_seqlen_q is computed.
+        cu_seqlens_q: (B + 1,) int32, where each sequence's queries start in q.
+        cu_seqlens_k: (B + 1,) int32, where each sequence's keys start in ragged k and v; with a
+            block table, and without seqused_k, its differences are the key lengths.
+        seqused_k: (B,) int32, keys of each sequence. 0 is legal.
+        softmax_scale: factor of the scores, > 0; None means D ** -0.5.
+        causal: query i of q_len sees keys up to i + kv_len - q_len (bottom-right aligned).
+        window_size: (left, right) keys visible beside a query's own position; -1 is unlimited.
+        softcap: scores become softcap * tanh(scores / softcap), after descaling, before the mask;
+            0 is none.
+        block_table: (B, max_blocks) int32 page ids. Entries past a sequence's last page, and
+            before its window, are never followed.
+        return_softmax_lse: also return the LSE.
+        out: written instead of a new tensor; q's shape and dtype. Rows past cu_seqlens_q[-1] are
+            left as they are (in a new tensor on the GPU: undefined).
+        k_descale, v_descale: float32 factors of an FP8 cache: (), (1,), (Hkv,) or (B, Hkv), any
+            strides; None means 1.
+        num_splits: 0 balances the keys over the device; n > 0 is a hint that no piece should be
+            shorter than max_seqlen_k / n. The result does not depend on it beyond rounding.
+        s_aux: (Hq,) attention sinks, natural log units, added to each row's softmax denominator.
+        deterministic: a sequence's bits do not depend on the rest of the batch. (The same call
+            gives the same bits in any case.)
+        fa_version: None or 4.
+        k_block_scale, v_block_scale, others: accepted with neutral values, see the README.
+
+    Returns:
+        out, or (out, lse): (total_q, Hq, D) in q's dtype and (Hq, total_q) float32, the natural
+        log of the row's sum of exponentials (sink included). A row that sees no key has output 0
+        and LSE -inf, or its sink's value.
+
+    On CUDA the call does not synchronise, reads no device tensor on the host and can be captured
+    in a graph (call once before, so that the kernel is compiled); a replay serves other lengths
+    within the captured maxima. What no kernel here covers (q-dtype KV, head sizes other than 64,
+    128, 256, 512, block sizes that are no multiple of 16, deterministic=True, GPUs other than
+    SM90) runs the torch reference instead, slowly and with a host synchronisation, and warns once
+    with the reason; under capture it raises.
+
+    Raises:
+        ValueError: an argument that cannot be right; the message says what was given and what is
+            accepted.
+        NotImplementedError: an argument of other engines' functions that is not implemented.
+    """
+    arguments = dict(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        block_table=block_table,
+        return_softmax_lse=return_softmax_lse,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        num_splits=num_splits,
+        s_aux=s_aux,
+        deterministic=deterministic,
+    )
+    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
+        if others or k_block_scale is not None or v_block_scale is not None or fa_version != 4:
+            # checked here: the traced op does not carry them
+            validate(
+                q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k,
+                out=out, k_block_scale=k_block_scale, v_block_scale=v_block_scale,
+                fa_version=fa_version, **arguments, **others,
+            )  # fmt: skip
+        return _traced(
+            q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k, out,
+            arguments,
+        )  # fmt: skip
+    problem = validate(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k,
+        out=out, k_block_scale=k_block_scale, v_block_scale=v_block_scale,
+        fa_version=fa_version, **arguments, **others,
+    )  # fmt: skip
+    return run(problem)
+
+
+def run(problem: AttentionProblem) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Serve a validated problem: the kernel that can, else the torch reference."""
+    q = problem.q
+    reason = decode_sm90.can_run(problem)
+    if reason is not None:
+        return _run_reference(problem, reason)
+    out = (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device) if problem.out is None else problem.out
+    )
+    lse = None
+    if problem.return_lse:
+        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    if q.numel() and problem.cu_seqlens_q.shape[0] > 1:
+        decode_sm90.run(problem, out, lse)
+    return out if lse is None else (out, lse)
+
+
+def _run_reference(problem: AttentionProblem, reason: str):
+    if problem.q.device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                f"flash_attn_varlen_func: no kernel for this call ({reason}), and the torch "
+                "reference cannot be captured in a CUDA graph"
+            )
+        warnings.warn(
+            f"flash_attn_varlen_func runs the slow torch reference: {reason}", stacklevel=3
+        )
+    out, lse = attention_reference(problem)
+    return (out, lse) if problem.return_lse else out
+
+
+# ---- traced calls ------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("cute_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "flash_attn_varlen(Tensor q, Tensor k, Tensor v, SymInt max_seqlen_q, Tensor cu_seqlens_q,"
+    " SymInt max_seqlen_k, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor(a!) out, Tensor(b!)? lse,"
+    " float? softmax_scale, bool causal, int window_left, int window_right, float softcap,"
+    " Tensor? block_table, Tensor? k_descale, Tensor? v_descale, int num_splits, Tensor? s_aux,"
+    " bool deterministic) -> ()"
+)
+
+
+def _op(
+    q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k, out, lse,
+    softmax_scale, causal, window_left, window_right, softcap, block_table, k_descale, v_descale,
+    num_splits, s_aux, deterministic,
+) -> None:  # fmt: skip
+    problem = validate(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k,
+        softmax_scale=softmax_scale, causal=causal, window_size=(window_left, window_right),
+        softcap=softcap, block_table=block_table, return_softmax_lse=lse is not None, out=out,
+        k_descale=k_descale, v_descale=v_descale, num_splits=num_splits, s_aux=s_aux,
+        deterministic=deterministic,
+    )  # fmt: skip
+    result = run(problem)
+    if lse is not None:
+        lse.copy_(result[1])
+
+
+_LIBRARY.impl("flash_attn_varlen", _op, "CompositeExplicitAutograd")
+torch.library.register_fake("cute_kernels::flash_attn_varlen", lambda *args: None, lib=_LIBRARY)
+
+
+def _traced(
+    q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k, out, arguments
+):
+    """The call as one op of the traced graph; out and LSE are allocated in the graph."""
+    result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = None
+    if arguments.pop("return_softmax_lse"):
+        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    left, right = (-1, -1) if arguments["window_size"] is None else arguments["window_size"]
+    bound_q = q.shape[0] if isinstance(max_seqlen_q, torch.Tensor) else max_seqlen_q
+    bound_k = max_seqlen_k
+    if max_seqlen_k is None or isinstance(max_seqlen_k, torch.Tensor):
+        bound_k = 0
+    torch.ops.cute_kernels.flash_attn_varlen(
+        q, k, v, bound_q, cu_seqlens_q, bound_k, cu_seqlens_k, seqused_k, result, lse,
+        arguments["softmax_scale"], arguments["causal"],
+        -1 if left is None else left, -1 if right is None else right,
+        arguments["softcap"], arguments["block_table"], arguments["k_descale"],
+        arguments["v_descale"], arguments["num_splits"], arguments["s_aux"],
+        arguments["deterministic"],
+    )  # fmt: skip
+    return result if lse is None else (result, lse)

@@ -1,0 +1,113 @@
+"""Greedy decoding and perplexity over a KV cache, and the comparison of two greedy runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvcache.integrations.transformers import forward
+
+# Query rows (GQA group x query tokens) that the decode kernel packs into one tile.
+PACKED_ROWS = 64
+
+
+class Generation(NamedTuple):
+    ids: list[int]  # generated tokens, the end-of-text token included
+    logits: list[torch.Tensor]  # float32 (vocabulary,) that each token was chosen from
+    decode_seconds: float  # for all tokens but the first
+
+
+class Comparison(NamedTuple):
+    equal_tokens: int  # leading tokens that both runs chose
+    identical: bool
+    logit_gap: float | None  # see `compare`
+    max_logit_difference: float  # over the steps before which both runs read the same tokens
+
+
+def chunk_tokens(model: PreTrainedModel) -> int:
+    """Query tokens per forward pass with which prefill, too, runs through the decode kernel."""
+    config = model.config.get_text_config(decoder=True)
+    return max(1, PACKED_ROWS * config.num_key_value_heads // config.num_attention_heads)
+
+
+def _chunks(ids: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    for start in range(0, ids.shape[1], size):
+        yield ids[:, start : start + size]
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    prompt_ids: torch.Tensor,
+    cache: Cache,
+    max_tokens: int,
+    label: str = "generate",
+) -> Generation:
+    """Up to `max_tokens` tokens behind `prompt_ids` (1, L), the likeliest one at each step."""
+    stop = model.generation_config.eos_token_id
+    stop = set(stop) if isinstance(stop, list) else {stop}
+    for chunk in _chunks(prompt_ids, chunk_tokens(model)):
+        last = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
+    # Reading a token id waits for the device, so the clock sees finished steps.
+    ids, logits = [int(last.argmax())], [last]
+    started = time.perf_counter()
+    with tqdm(total=max_tokens, initial=1, desc=label, unit="token", disable=None) as bar:
+        while len(ids) < max_tokens and ids[-1] not in stop:
+            token = torch.tensor([ids[-1:]], device=prompt_ids.device)
+            last = forward(model, token, cache).logits[0, -1].float()
+            ids.append(int(last.argmax()))
+            logits.append(last)
+            bar.update()
+    return Generation(ids, logits, time.perf_counter() - started)
+
+
+@torch.inference_mode()
+def perplexity(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, label: str = "perplexity"
+) -> float:
+    """exp of the mean negative log likelihood of tokens 1 to L - 1 of `ids` (1, L).
+
+    `cache` is empty at first. Tokens go through the model in chunks, and attention reads the keys
+    and values of every position, the chunk's own included, from the cache.
+    """
+    if ids.shape[0] != 1 or ids.shape[1] < 2:
+        raise ValueError(f"ids: got shape {tuple(ids.shape)}; accepted: (1, L) with L >= 2")
+    size, total = chunk_tokens(model), 0.0
+    chunks = tqdm(
+        _chunks(ids, size), total=-(-ids.shape[1] // size), desc=label, unit="chunk", disable=None
+    )
+    for index, chunk in enumerate(chunks):
+        targets = ids[0, index * size + 1 : index * size + 1 + chunk.shape[1]]
+        logits = forward(model, chunk, cache).logits[0, : len(targets)].float()
+        total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+    return math.exp(total / (ids.shape[1] - 1))
+
+
+def compare(run: Generation, reference: Generation) -> Comparison:
+    """How far two greedy runs from one prompt agree.
+
+    `logit_gap`: at the first step where they differ, the reference's logit of its own choice less
+    its logit of the other run's choice; None where nothing differs. Near 0 it was a tie.
+    """
+    equal = 0
+    for ours, theirs in zip(run.ids, reference.ids, strict=False):
+        if ours != theirs:
+            break
+        equal += 1
+    identical = run.ids == reference.ids
+    shared = min(equal + 1, len(run.ids), len(reference.ids))
+    difference = max(
+        (run.logits[i] - reference.logits[i]).abs().max().item() for i in range(shared)
+    )
+    gap = None
+    if not identical:
+        logits = reference.logits[equal]
+        gap = (logits[reference.ids[equal]] - logits[run.ids[equal]]).item()
+    return Comparison(equal, identical, gap, difference)

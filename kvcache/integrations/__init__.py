@@ -1,0 +1,1 @@
+"""Adapters to inference frameworks; importing this package imports none of them."""

@@ -1,0 +1,226 @@
+"""Pages of one layer's K and V, and the block tables that say whose they are.
+
+Plain torch, for the adapters whose framework has no paged cache of its own. A page holds
+`page_size` tokens of one sequence, (page_size, Hkv, D), and the pages of a layer are two tensors,
+K and V, of shape (num_pages, page_size, Hkv, D): what `cute_kernels.flash_attn_varlen_func` takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+FP8_MAX = 448.0
+_SCALE_RANGE = (2.0**-100, 2.0**100)  # 1 / scale and code * scale stay normal float32 numbers
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class LayerScales(NamedTuple):
+    """What the stored codes of one layer are multiplied by to give K and V."""
+
+    k: float
+    v: float
+
+
+class Step(NamedTuple):
+    """Where one forward pass writes its tokens, and what its attention calls read."""
+
+    slots: torch.Tensor  # (B * q_len,) int64: page id * page_size + offset in the page
+    block_table: torch.Tensor  # (B, max_pages) int32; -1 past a sequence's last page
+    seqused_k: torch.Tensor  # (B,) int32
+    cu_seqlens_q: torch.Tensor  # (B + 1,) int32
+    q_len: int
+    kv_len: int
+
+
+class PageTable:
+    """Page ids of every sequence of a batch, for all layers that see the same tokens."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = 0  # ids in use or free: the size that the layers' pools must have
+        self._rows: list[list[int]] = []
+        self._free: list[int] = []
+        self._block_table: torch.Tensor | None = None
+        self._last: tuple[tuple[int, int], Step] | None = None
+
+    @property
+    def pages_in_use(self) -> int:
+        return sum(map(len, self._rows))
+
+    def advance(self, start: int, q_len: int, batch: int, device: torch.device) -> Step:
+        """The step that puts tokens [start, start + q_len) behind each of `batch` sequences.
+
+        Idempotent: the first layer of a forward pass takes the pages, the others find them taken
+        and share the step's tensors.
+
+        Raises:
+            ValueError: another batch size than that of the tokens already held.
+        """
+        self._rows = self._rows or [[] for _ in range(batch)]
+        if len(self._rows) != batch:
+            raise ValueError(f"batch: got {batch}; this cache holds {len(self._rows)} sequences")
+        if self._last is not None and self._last[0] == (start, q_len):
+            return self._last[1]
+        kv_len = start + q_len
+        self._reserve(-(-kv_len // self.page_size), device)
+        position = torch.arange(start, kv_len, device=device)
+        page = self._block_table[:, position // self.page_size].long()
+        step = Step(
+            slots=(page * self.page_size + position % self.page_size).flatten(),
+            block_table=self._block_table,
+            seqused_k=torch.full((batch,), kv_len, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len,
+            q_len=q_len,
+            kv_len=kv_len,
+        )
+        self._last = (start, q_len), step
+        return step
+
+    def _reserve(self, per_sequence: int, device: torch.device) -> None:
+        missing = per_sequence - len(self._rows[0])
+        if missing <= 0:
+            return
+        needed = self.pages_in_use + missing * len(self._rows)
+        if needed > self.num_pages:
+            # Doubling: a growing pool copies each page about once.
+            grown = max(needed, 2 * self.num_pages)
+            self._free += range(self.num_pages, grown)
+            self.num_pages = grown
+        for _ in range(missing):
+            for row in self._rows:
+                row.append(self._free.pop())
+        columns = max(per_sequence, self.num_pages // len(self._rows))
+        padded = [row + [-1] * (columns - len(row)) for row in self._rows]
+        self._block_table = torch.tensor(padded, dtype=torch.int32, device=device)
+
+
+class Pages:
+    """The K and V pages of one layer, elements stored as they are (bf16 or fp16).
+
+    A quantized format is a subclass: `encode` makes the stored elements, `descales` are the
+    factors that undo it.
+
+    Args:
+        key: any (B, Hkv, q_len, D) keys of the layer: gives Hkv, D, dtype and device.
+        page_size: tokens in a page.
+        scales: of a format that needs them.
+    """
+
+    needs_scales = False
+
+    def __init__(
+        self, key: torch.Tensor, page_size: int, scales: LayerScales | None = None
+    ) -> None:
+        _, num_kv_heads, _, head_size = key.shape
+        self.query_dtype = self.compute_dtype(key.dtype)
+        self.k = torch.empty(
+            (0, page_size, num_kv_heads, head_size),
+            dtype=self.storage_dtype(key.dtype),
+            device=key.device,
+        )
+        self.v = torch.empty_like(self.k)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of K and one of V."""
+        _, page_size, num_kv_heads, head_size = self.k.shape
+        return 2 * page_size * num_kv_heads * head_size * self.k.element_size()
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The queries' dtype in attention: the model's if it has 16 bits, otherwise bf16."""
+        return dtype if dtype in _HALF_DTYPES else torch.bfloat16
+
+    def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.compute_dtype(dtype)
+
+    def encode(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return key.to(self.k.dtype), value.to(self.v.dtype)
+
+    def descales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """float32 (1,) factors of K and V, None for 1."""
+        return None, None
+
+    def grow(self, num_pages: int) -> None:
+        """Make room for `num_pages` pages. Pages already there keep their contents; new ones have
+        none, as attention never reads past a sequence's end."""
+        if num_pages > self.k.shape[0]:
+            self.k, self.v = (_grown(pages, num_pages) for pages in (self.k, self.v))
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store (B, Hkv, q_len, D) keys and values; `slots` run over sequences, then tokens."""
+        for pages, x in zip((self.k, self.v), self.encode(key, value), strict=True):
+            tokens = _as_bytes(x.transpose(1, 2).contiguous()).flatten(0, 1)
+            _as_bytes(pages).flatten(0, 1).index_copy_(0, slots, tokens)
+
+    def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `length` tokens: K and V as float32 (B, length, Hkv, D), scales applied."""
+        page_size = self.k.shape[1]
+        block_table = block_table[:, : -(-length // page_size)]
+        out = []
+        for pages, scale in zip((self.k, self.v), self.descales(), strict=True):
+            x = _as_bytes(pages)[block_table].view(pages.dtype).flatten(1, 2)[:, :length].float()
+            out.append(x if scale is None else x * scale)
+        return out[0], out[1]
+
+
+class BF16Pages(Pages):
+    """bf16 whatever the model computes in."""
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
+
+
+class FP8Pages(Pages):
+    """Elements are float8_e4m3fn codes, with one float32 scale for K and one for V."""
+
+    needs_scales = True
+
+    def __init__(
+        self, key: torch.Tensor, page_size: int, scales: LayerScales | None = None
+    ) -> None:
+        super().__init__(key, page_size)
+        if scales is None:
+            raise ValueError("scales: got None; an fp8 layer needs LayerScales")
+        # Checked as what is stored: a Python float can round to 0 or infinity.
+        as_stored = torch.tensor(scales, dtype=torch.float32)
+        low, high = _SCALE_RANGE
+        if not ((as_stored >= low) & (as_stored <= high)).all():
+            raise ValueError(f"scales: got {scales}; accepted: finite, within [2^-100, 2^100]")
+        self.k_scale, self.v_scale = as_stored.to(key.device).split(1)
+
+    def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+    def encode(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_fp8(key, self.k_scale), quantize_fp8(value, self.v_scale)
+
+    def descales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k_scale, self.v_scale
+
+
+PAGE_FORMATS: dict[str, type[Pages]] = {"auto": Pages, "bf16": BF16Pages, "fp8": FP8Pages}
+
+
+def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`e4m3(x * (1 / scale))`: to nearest even, saturating at +-448, NaN to 0x7F.
+
+    `x` has any shape and float dtype; `scale` is one float32 number on x's device. The reciprocal
+    and the product are rounded to float32. Returns float8_e4m3fn of x's shape.
+    """
+    scaled = (x.float() * (1.0 / scale)).clamp(-FP8_MAX, FP8_MAX)
+    # torch keeps the sign of a NaN; the hardware conversion gives 0x7F for every NaN.
+    return torch.where(scaled.isnan(), math.nan, scaled).to(torch.float8_e4m3fn)
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    # Indexing fp8 tensors is not implemented on every device.
+    return x.view(torch.uint8)
+
+
+def _grown(pages: torch.Tensor, num_pages: int) -> torch.Tensor:
+    new = pages.new_empty((num_pages, *pages.shape[1:]))
+    new[: pages.shape[0]].copy_(pages)
+    return new

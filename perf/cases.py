@@ -1,0 +1,113 @@
+"""Benchmark cases: frozen descriptions of one attention call each.
+
+The decode cases are those of the project's targets: few and many sequences, MQA to MHA-like
+groups, every head size, a verification batch (q_len 4) and a sliding window. They are never
+dropped for being slow: a case that we lose stays in the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """Paged decode attention; every sequence has `kv_len` keys and `q_len` query tokens.
+
+    window: keys that a query sees, its own included; 0 for all of them.
+    """
+
+    batch: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_size: int
+    q_len: int = 1
+    window: int = 0
+    page_size: int = 64
+    q_dtype: str = "bfloat16"
+    kv_cache_dtype: str = "fp8_e4m3"
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        text = (
+            f"B{self.batch} S{self.kv_len} {self.num_q_heads}/{self.num_kv_heads} D{self.head_size}"
+        )
+        if self.q_len != 1:
+            text += f" q{self.q_len}"
+        if self.window:
+            text += f" w{self.window}"
+        return text
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def window_left(self) -> int:
+        """The left bound of `window_size`: keys before the query's own position, -1 for all."""
+        return self.window - 1
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.kv_len // self.page_size)
+
+    def workload(self) -> dict[str, Any]:
+        """What makes two measurements of this case comparable, timing and machine aside."""
+        return {
+            "op": "decode",
+            "batch": self.batch,
+            "kv_len": self.kv_len,
+            "kv_len_distribution": "uniform",
+            "q_len": self.q_len,
+            "num_q_heads": self.num_q_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "q_dtype": self.q_dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "page_size": self.page_size,
+            "page_order": "random",
+            "kv_layout": "NHD",
+            "mask": "causal",
+            "window": self.window,
+            "softcap": 0.0,
+            "sinks": False,
+            "scales": "per sequence and KV head",
+            "seed": self.seed,
+        }
+
+
+DECODE_CASES = (
+    DecodeCase(64, 8192, 32, 4, 512),
+    DecodeCase(8, 8192, 32, 4, 512),
+    DecodeCase(1, 32768, 32, 4, 512),
+    DecodeCase(128, 8192, 8, 1, 512),
+    DecodeCase(32, 8192, 8, 1, 512),
+    DecodeCase(1, 32768, 8, 1, 512),
+    DecodeCase(32, 8192, 8, 1, 512, q_len=4),
+    DecodeCase(32, 8192, 64, 8, 128),
+    DecodeCase(1, 32768, 64, 8, 128),
+    DecodeCase(64, 8192, 16, 1, 128),
+    DecodeCase(64, 8192, 32, 16, 256, window=1024),
+    DecodeCase(32, 8192, 64, 8, 64),
+)
+# One case of each head size, short ones: a smoke test, not a result.
+QUICK_CASES = tuple(DECODE_CASES[i] for i in (1, 8, 10, 11))
+
+
+def select_cases(patterns: tuple[str, ...]) -> list[DecodeCase]:
+    """Cases whose name contains one of the patterns (ignoring case); all of them without any.
+
+    Raises:
+        ValueError: a pattern that no case matches.
+    """
+    chosen = []
+    for pattern in patterns:
+        found = [case for case in DECODE_CASES if pattern.lower() in case.name.lower()]
+        if not found:
+            known = ", ".join(case.name for case in DECODE_CASES)
+            raise ValueError(f"no case matches {pattern!r}; known: {known}")
+        chosen += [case for case in found if case not in chosen]
+    return chosen or list(DECODE_CASES)

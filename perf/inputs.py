@@ -1,0 +1,155 @@
+"""Inputs of benchmark cases: one pool of random e4m3 bytes that all cases look at.
+
+A case's K and V are views of the pool, so that a run over all cases creates its gigabytes once.
+Input sets of a case have block tables over disjoint random pages; a timer that rotates over them
+reads `ROTATED_BYTES` before it meets a page again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from perf.cases import DecodeCase
+from perf.traffic import traffic
+
+ROTATED_BYTES = 400_000_000
+MAX_SETS = 32
+# Bytes drawn in one go: randint's temporary is of the same size.
+_CHUNK = 1 << 28
+# Root mean square of uniformly drawn e4m3 codes; descales bring values to about unit variance.
+CODE_RMS = 100.0
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """Arguments of one call: the names of `flash_attn_varlen_func`.
+
+    q, out (batch * q_len, Hq, D); k, v (num_blocks, page, Hkv, D) float8_e4m3fn; block_table
+    (batch, pages) int32; descales (batch, Hkv) float32; lse (Hq, batch * q_len) float32 is scratch
+    for providers that always write one.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    block_table: torch.Tensor
+    seqused_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    window_left: int
+
+    def poison(self) -> None:
+        """Make an output that a kernel forgets to write visible."""
+        self.out.fill_(float("nan"))
+        self.lse.fill_(float("nan"))
+
+    def sequences(self, indices: list[int]) -> InputSet:
+        """The same call for some of the sequences, with q, tables and scales of its own."""
+        rows = [i * self.max_seqlen_q + t for i in indices for t in range(self.max_seqlen_q)]
+        q = self.q[rows]
+        return replace(
+            self,
+            q=q,
+            block_table=self.block_table[indices].contiguous(),
+            seqused_k=self.seqused_k[indices],
+            cu_seqlens_q=self.cu_seqlens_q[: len(indices) + 1],
+            k_descale=self.k_descale[indices],
+            v_descale=self.v_descale[indices],
+            out=self.out[rows],
+            lse=self.lse[:, rows],
+        )
+
+
+def kv_side_bytes(case: DecodeCase) -> int:
+    """Bytes of K (or of V) of all sequences of a case, keys outside the window included."""
+    tokens = case.batch * case.pages_per_sequence * case.page_size
+    return tokens * case.num_kv_heads * case.head_size
+
+
+def set_count(case: DecodeCase) -> int:
+    """Input sets that together read ROTATED_BYTES; one call of a large case does by itself."""
+    return min(MAX_SETS, -(-ROTATED_BYTES // traffic(case).kv))
+
+
+class KVPool:
+    """K bytes and V bytes for the largest of some cases: (bytes,) uint8 each, no NaN codes."""
+
+    def __init__(self, cases: Iterable[DecodeCase], device: str, seed: int = 0) -> None:
+        wanted = max(kv_side_bytes(case) * set_count(case) for case in cases)
+        generator = torch.Generator(device).manual_seed(seed)
+        self.k = _random_codes(wanted, generator)
+        self.v = _random_codes(wanted, generator)
+
+    def views(self, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a case: as many (page, Hkv, D) pages as the pool holds."""
+        page_bytes = case.page_size * case.num_kv_heads * case.head_size
+        shape = (-1, case.page_size, case.num_kv_heads, case.head_size)
+        pages = self.k.numel() // page_bytes
+        sides = (side[: pages * page_bytes].view(shape) for side in (self.k, self.v))
+        k, v = (side.view(torch.float8_e4m3fn) for side in sides)
+        return k, v
+
+
+def _random_codes(count: int, generator: torch.Generator) -> torch.Tensor:
+    codes = torch.empty(count, dtype=torch.uint8, device=generator.device)
+    for chunk in codes.split(_CHUNK):
+        # 254 codes: 0x00..0x7E and 0x80..0xFE.
+        chunk.random_(0, 254, generator=generator)
+        chunk += (chunk >= 0x7F).to(torch.uint8)
+    return codes
+
+
+def make_input_sets(
+    case: DecodeCase, pool: KVPool, seed: int | None = None, count: int | None = None
+) -> list[InputSet]:
+    """Input sets of a case over disjoint pages; by default enough to rotate ROTATED_BYTES."""
+    k, v = pool.views(case)
+    device = str(k.device)
+    pages_per_set = case.batch * case.pages_per_sequence
+    count = min(count or set_count(case), k.shape[0] // pages_per_set)
+    generator = torch.Generator(device).manual_seed(case.seed if seed is None else seed)
+    order = torch.randperm(k.shape[0], generator=generator, device=device).to(torch.int32)
+    tables = order[: count * pages_per_set].view(count, case.batch, case.pages_per_sequence)
+    return [_make_set(case, (k, v), table.contiguous(), generator) for table in tables]
+
+
+def _make_set(
+    case: DecodeCase,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    table: torch.Tensor,
+    generator: torch.Generator,
+) -> InputSet:
+    device = generator.device
+    shape = (case.batch * case.q_len, case.num_q_heads, case.head_size)
+    q = torch.randn(shape, generator=generator, device=device).to(getattr(torch, case.q_dtype))
+
+    def descale() -> torch.Tensor:
+        """Values within 2x of each other, so that a scale of the wrong sequence or head shows."""
+        random = torch.rand(case.batch, case.num_kv_heads, generator=generator, device=device)
+        return (0.7 + 0.7 * random) / CODE_RMS
+
+    return InputSet(
+        q=q,
+        k=kv[0],
+        v=kv[1],
+        block_table=table,
+        seqused_k=torch.full((case.batch,), case.kv_len, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.q_len,
+        k_descale=descale(),
+        v_descale=descale(),
+        out=torch.empty_like(q),
+        lse=torch.empty((shape[1], shape[0]), dtype=torch.float32, device=device),
+        max_seqlen_q=case.q_len,
+        max_seqlen_k=case.kv_len,
+        softmax_scale=case.head_size**-0.5,
+        window_left=case.window_left,
+    )

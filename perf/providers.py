@@ -1,0 +1,90 @@
+"""Who takes part in the decode benchmark.
+
+A provider that cannot run says why and gets a row that says so; it is never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+from perf.inputs import InputSet
+from perf.timing import Call
+
+NOT_INSTALLED = "not installed"
+NOT_IMPLEMENTED = "not implemented here"
+# ||out - reference|| / ||reference||; rounding the output to bf16 alone costs 1.7e-3.
+MAX_RELATIVE_ERROR = 3e-3
+
+
+@dataclass(frozen=True)
+class Provider:
+    """name: as in result rows. module: what must be importable. bind: the call for an input set,
+    which writes `inputs.out`; None where the module is known but nobody has written its call."""
+
+    name: str
+    module: str
+    bind: Callable[[InputSet], Call] | None
+    max_relative_error: float = MAX_RELATIVE_ERROR
+
+    def why_not(self) -> str | None:
+        """Why this provider cannot run here; None if it can."""
+        if find_spec(self.module) is None:
+            return NOT_INSTALLED
+        return NOT_IMPLEMENTED if self.bind is None else None
+
+
+def _bind_cute_kernels(inputs: InputSet) -> Call:
+    from cute_kernels import flash_attn_varlen_func
+
+    return partial(flash_attn_varlen_func, **varlen_arguments(inputs), out=inputs.out)
+
+
+def varlen_arguments(inputs: InputSet) -> dict[str, object]:
+    """Keyword arguments of `flash_attn_varlen_func`, `out` aside."""
+    return {
+        "q": inputs.q,
+        "k": inputs.k,
+        "v": inputs.v,
+        "max_seqlen_q": inputs.max_seqlen_q,
+        "cu_seqlens_q": inputs.cu_seqlens_q,
+        "max_seqlen_k": inputs.max_seqlen_k,
+        "seqused_k": inputs.seqused_k,
+        "block_table": inputs.block_table,
+        "softmax_scale": inputs.softmax_scale,
+        "causal": True,
+        "window_size": (inputs.window_left, 0),
+        "k_descale": inputs.k_descale,
+        "v_descale": inputs.v_descale,
+    }
+
+
+def _bind_triton_baseline(inputs: InputSet) -> Call:
+    from perf.baselines.triton_decode import DecodeBatch, decode_attention
+
+    same = {name: getattr(inputs, name) for name in DecodeBatch._fields if hasattr(inputs, name)}
+    return partial(decode_attention, DecodeBatch(**same), inputs.out, inputs.lse)
+
+
+PROVIDERS = (
+    Provider("cute_kernels", "cute_kernels", _bind_cute_kernels),
+    Provider("triton_baseline", "triton", _bind_triton_baseline),
+    Provider("flashinfer_xqa", "flashinfer", None),
+    Provider("vllm_fa4", "vllm", None),
+    Provider("vllm_triton", "vllm", None),
+)
+
+
+def select_providers(names: tuple[str, ...]) -> list[Provider]:
+    """Providers by name; all of them without names.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    known = {provider.name: provider for provider in PROVIDERS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"unknown provider {unknown[0]!r}; known: {', '.join(known)}")
+    return [known[name] for name in names] or list(PROVIDERS)

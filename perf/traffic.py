@@ -1,0 +1,107 @@
+"""What a case must move and compute, and what this card can read.
+
+The floor of a decode call is its traffic over the read bandwidth. Bandwidths in this project
+(`tb_per_s`) count every visible K and V byte once and nothing else, so they compare with the
+figures of other reports; the bytes of Q, O and the block table are listed beside (under 1 % of
+every decode case).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from perf.cases import DecodeCase
+
+ELEMENT_BYTES = {"fp8_e4m3": 1.0, "nvfp4": 0.5625, "bfloat16": 2.0, "float16": 2.0}
+BLOCK_TABLE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one call must move: every input read once, every output written once."""
+
+    kv: int
+    q: int
+    out: int
+    block_table: int
+
+    @property
+    def total(self) -> int:
+        return self.kv + self.q + self.out + self.block_table
+
+
+def visible_keys(case: DecodeCase) -> int:
+    """Keys of one sequence that at least one of its queries sees.
+
+    With a window, the first of the q_len queries sees `window` keys and each later one a new key.
+    """
+    if case.window == 0:
+        return case.kv_len
+    return min(case.kv_len, case.window + case.q_len - 1)
+
+
+def visible_pairs(case: DecodeCase) -> int:
+    """(query token, key) pairs of one sequence inside the causal mask and the window."""
+    pairs = 0
+    for token in range(case.q_len):
+        keys = max(case.kv_len - case.q_len + token + 1, 0)
+        pairs += min(keys, case.window) if case.window else keys
+    return pairs
+
+
+def traffic(case: DecodeCase) -> Traffic:
+    """Bytes of one call of a case."""
+    keys = visible_keys(case)
+    elements = case.batch * keys * case.num_kv_heads * case.head_size
+    rows = case.batch * case.q_len * case.num_q_heads * case.head_size
+    q_bytes = int(rows * ELEMENT_BYTES[case.q_dtype])
+    first_page = (case.kv_len - keys) // case.page_size
+    pages = case.pages_per_sequence - first_page
+    return Traffic(
+        kv=int(2 * elements * ELEMENT_BYTES[case.kv_cache_dtype]),
+        q=q_bytes,
+        out=q_bytes,
+        block_table=case.batch * pages * BLOCK_TABLE_BYTES,
+    )
+
+
+def flops(case: DecodeCase) -> int:
+    """Multiplications and additions of Q K^T and P V over the visible pairs."""
+    return 4 * case.batch * visible_pairs(case) * case.num_q_heads * case.head_size
+
+
+class ReadProbe(Protocol):
+    """Something that reads `bytes_read` bytes of device memory per call and writes next to none.
+
+    A loader-only variant of a kernel is one: its figure, if higher, is the ceiling to quote.
+    """
+
+    name: str
+    bytes_read: int
+
+    def run(self) -> None:
+        """Enqueue one call on the current stream; capturable in a CUDA graph."""
+
+
+class ReductionProbe:
+    """A torch reduction over a large buffer: the ceiling that needs no kernel of ours."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.name = "reduction"
+        # The bytes are arbitrary; as float32 they hold NaNs, which cost a sum nothing.
+        self._values = buffer.view(-1).view(torch.float32)
+        self.bytes_read = self._values.numel() * 4
+
+    def run(self) -> None:
+        torch.sum(self._values)
+
+
+def read_ceilings(
+    probes: Sequence[ReadProbe], median_us: Callable[[Callable[[], None]], float]
+) -> dict[str, float]:
+    """TB/s that each probe reaches, by name; `median_us` times one callable on the device."""
+    return {probe.name: probe.bytes_read / median_us(probe.run) / 1e6 for probe in probes}

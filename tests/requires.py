@@ -1,0 +1,25 @@
+"""The one place where tests are skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def requires(*, sm90: bool = False, gpu_gib: float = 0.0) -> None:
+    """Skip the running test where this machine lacks what it needs.
+
+    Args:
+        sm90: a CUDA device of compute capability 9.0.
+        gpu_gib: GiB of free memory on that device.
+    """
+    if (sm90 or gpu_gib) and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if sm90 and torch.cuda.get_device_capability() != (9, 0):
+        major, minor = torch.cuda.get_device_capability()
+        pytest.skip(f"needs compute capability 9.0, this device has {major}.{minor}")
+    if gpu_gib:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < gpu_gib:
+            pytest.skip(f"needs {gpu_gib} GiB of free device memory, {free:.1f} are left")
