@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ class DeviceArch(NamedTuple):
 TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_arch(index: int) -> DeviceArch:
     """Facts about CUDA device ``index``; they do not change while the process lives."""
     properties = torch.cuda.get_device_properties(index)

@@ -55,7 +55,7 @@ def _asm(results, operands, ptx, constraints, volatile, loc, ip):
         return results[0](block)
     return tuple(
         result(llvm.extractvalue(kind, block, [index], loc=loc, ip=ip))
-        for index, (result, kind) in enumerate(zip(results, types))
+        for index, (result, kind) in enumerate(zip(results, types, strict=True))
     )
 
 

@@ -90,7 +90,7 @@ def pairs(files: list[list[Row]], provider: str) -> Iterator[tuple[Row, Row]]:
             yield row, newest[row["case"]]
 
 
-@click.command(help=__doc__)
+@click.command(help="Compare result rows of equal workloads; refuse all others.")
 @click.argument("results", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--provider", default="cute_kernels", show_default=True)
 def main(results: tuple[str, ...], provider: str) -> None:

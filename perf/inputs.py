@@ -52,13 +52,16 @@ class InputSet:
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
 
+    def rows_of(self, indices: list[int]) -> list[int]:
+        """Rows of q and out that belong to some of the sequences."""
+        return [i * self.max_seqlen_q + t for i in indices for t in range(self.max_seqlen_q)]
+
     def sequences(self, indices: list[int]) -> InputSet:
         """The same call for some of the sequences, with q, tables and scales of its own."""
-        rows = [i * self.max_seqlen_q + t for i in indices for t in range(self.max_seqlen_q)]
-        q = self.q[rows]
+        rows = self.rows_of(indices)
         return replace(
             self,
-            q=q,
+            q=self.q[rows],
             block_table=self.block_table[indices].contiguous(),
             seqused_k=self.seqused_k[indices],
             cu_seqlens_q=self.cu_seqlens_q[: len(indices) + 1],

@@ -9,9 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from perf.inputs import InputSet
 from perf.timing import Call
+
+if TYPE_CHECKING:
+    from perf.baselines.triton_decode import DecodeBatch
 
 NOT_INSTALLED = "not installed"
 NOT_IMPLEMENTED = "not implemented here"
@@ -61,11 +65,18 @@ def varlen_arguments(inputs: InputSet) -> dict[str, object]:
     }
 
 
-def _bind_triton_baseline(inputs: InputSet) -> Call:
-    from perf.baselines.triton_decode import DecodeBatch, decode_attention
+def triton_batch(inputs: InputSet) -> DecodeBatch:
+    """The baseline's operands of an input set."""
+    from perf.baselines.triton_decode import DecodeBatch
 
     same = {name: getattr(inputs, name) for name in DecodeBatch._fields if hasattr(inputs, name)}
-    return partial(decode_attention, DecodeBatch(**same), inputs.out, inputs.lse)
+    return DecodeBatch(**same)
+
+
+def _bind_triton_baseline(inputs: InputSet) -> Call:
+    from perf.baselines.triton_decode import decode_attention
+
+    return partial(decode_attention, triton_batch(inputs), inputs.out, inputs.lse)
 
 
 PROVIDERS = (

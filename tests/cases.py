@@ -1,8 +1,8 @@
 """Attention test cases: frozen descriptions, the grids made of them, the builder of their inputs.
 
 `make_inputs` poisons everything that a correct kernel must not let through: unused cache slots and
-spare pages hold NaN (bytes 0x7F in fp8_e4m3), block-table entries past a sequence's last page hold
--1, 2**31 - 1 or the ids of spare pages, entries of pages before the window the ids of spare pages.
+spare pages hold NaN (bytes 0x7F in fp8_e4m3), block-table entries past a sequence's last page, and
+of pages wholly before its window, hold -1, 2**31 - 1 or the ids of spare pages.
 """
 
 from __future__ import annotations
@@ -300,11 +300,11 @@ def _paged_kv(
         pages, ids = ids[:count], ids[count:]
         write_pages(k, pages, _values(case, length, generator))
         write_pages(v, pages, _values(case, length, generator))
-        # Engines free pages that every window has left behind: the entry names another page.
+        # Engines also free the pages that every window has left behind.
         gone = unseen_keys(case, row) // case.page_size
-        pages[:gone] = [rng.choice(freed) for _ in range(gone)]
-        tail = [rng.choice([-1, 2**31 - 1, *freed]) for _ in range(width - count)]
-        table[row] = torch.tensor(pages + (tail if fill == "poison" else [0] * len(tail)))
+        dead = [rng.choice([-1, 2**31 - 1, *freed]) for _ in range(gone + width - count)]
+        dead = dead if fill == "poison" else [0] * len(dead)
+        table[row] = torch.tensor(dead[:gone] + pages[gone:] + dead[gone:])
     lengths = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
     return {"k": k, "v": v, "block_table": table.to(device), "seqused_k": lengths}
 

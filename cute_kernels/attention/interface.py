@@ -96,19 +96,19 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
             accepted.
         NotImplementedError: an argument of other engines' functions that is not implemented.
     """
-    arguments = dict(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        block_table=block_table,
-        return_softmax_lse=return_softmax_lse,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        num_splits=num_splits,
-        s_aux=s_aux,
-        deterministic=deterministic,
-    )
+    arguments = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "block_table": block_table,
+        "return_softmax_lse": return_softmax_lse,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+        "num_splits": num_splits,
+        "s_aux": s_aux,
+        "deterministic": deterministic,
+    }
     if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
         if others or k_block_scale is not None or v_block_scale is not None or fa_version != 4:
             # checked here: the traced op does not carry them
@@ -165,14 +165,14 @@ def _run_reference(problem: AttentionProblem, reason: str):
 _LIBRARY = torch.library.Library("cute_kernels", "FRAGMENT")
 _LIBRARY.define(
     "flash_attn_varlen(Tensor q, Tensor k, Tensor v, SymInt max_seqlen_q, Tensor cu_seqlens_q,"
-    " SymInt max_seqlen_k, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor(a!) out, Tensor(b!)? lse,"
-    " float? softmax_scale, bool causal, int window_left, int window_right, float softcap,"
-    " Tensor? block_table, Tensor? k_descale, Tensor? v_descale, int num_splits, Tensor? s_aux,"
-    " bool deterministic) -> ()"
+    " SymInt max_seqlen_k, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor(a!) out,"
+    " Tensor(b!)? lse, float? softmax_scale, bool causal, int window_left, int window_right,"
+    " float softcap, Tensor? block_table, Tensor? k_descale, Tensor? v_descale, int num_splits,"
+    " Tensor? s_aux, bool deterministic) -> ()"
 )
 
 
-def _op(
+def _op(  # noqa: PLR0913 - the schema above
     q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k, out, lse,
     softmax_scale, causal, window_left, window_right, softcap, block_table, k_descale, v_descale,
     num_splits, s_aux, deterministic,

@@ -2,6 +2,8 @@
 
     python -m perf.baselines.compile_report            the configurations in use
     python -m perf.baselines.compile_report --search   every configuration that the tuner tries
+
+Triton's own ptxas and cuobjdump do the work.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def bench_shapes() -> list[KernelShape]:
     from perf.cases import DECODE_CASES
 
     shapes = {
-        KernelShape(c.head_size, c.group, c.q_len, c.page_size, c.window) for c in DECODE_CASES
+        KernelShape(c.head_size, c.group, c.q_len, c.page_size, c.window_left) for c in DECODE_CASES
     }
     return sorted(shapes, key=lambda s: (s.head_size, s.rows, s.window))
 
@@ -134,7 +136,7 @@ def compile_kernel(
     return resources, compiled.asm
 
 
-@click.command(help=__doc__)
+@click.command(help="Registers, spills and shared memory of the Triton baseline on sm_90a.")
 @click.option("--search", is_flag=True, help="the tuner's whole search space")
 def main(search: bool) -> None:
     for shape in bench_shapes():

@@ -34,6 +34,8 @@ from perf.baselines.triton_decode_kernels import (
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 128
 MAX_SPLITS = 256
+# Work buckets count tokens in tiles of this size, whatever tile is chosen afterwards.
+BUCKET_TILE = 64
 CONFIG_FILE = Path(__file__).with_name("triton_decode_configs.json")
 
 
@@ -117,14 +119,14 @@ def tuned_configs() -> dict[tuple[int, int], dict[int, DecodeConfig]]:
 
 
 def untuned_config(head_size: int, rows: int) -> DecodeConfig:
-    """For shapes that nobody has measured: the largest tile and deepest ring that fit, no spills
-    (`perf.baselines.compile_report` lists them)."""
-    large = rows * head_size
-    if large > 64 * 256:
-        return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
-    if large >= 32 * 256:
-        return DecodeConfig(block_n=64, num_warps=8, num_stages=3 if head_size * rows <= 8192 else 2)
-    return DecodeConfig(block_n=64, num_warps=4, num_stages=4 if head_size <= 128 else 3)
+    """For shapes that nobody has measured: the largest tile and deepest ring that fit without
+    spills. 64 and more rows of head size 512 spill with every configuration."""
+    accumulators = rows * head_size
+    if accumulators <= 16 * 256:
+        return DecodeConfig(num_warps=4, num_stages=4 if head_size <= 128 else 3)
+    if accumulators <= 16 * 512:
+        return DecodeConfig(num_warps=8, num_stages=3)
+    return DecodeConfig(block_n=64 if accumulators <= 32 * 512 else 32, num_warps=8, num_stages=2)
 
 
 def choose_config(head_size: int, rows: int, bucket: int) -> DecodeConfig:
@@ -206,7 +208,7 @@ def decode_attention(
         return
     bounds = (width * page_size, batch.max_seqlen_q, batch.window_left)
     if config is None:
-        bucket = work_bucket(items, visible_tokens(*bounds, 64), sm_count)
+        bucket = work_bucket(items, visible_tokens(*bounds, BUCKET_TILE), sm_count)
         config = choose_config(head_size, rows, bucket)
     block_n = config.block_n
     tiles = triton.cdiv(visible_tokens(*bounds, block_n), block_n)

@@ -31,7 +31,7 @@ def padded_kv(inputs: dict, name: str, kv_lens: torch.Tensor) -> torch.Tensor:
         table = inputs["block_table"].long()
         slot = table.gather(1, position // page_size) * page_size + position % page_size
         flat = cache.reshape(-1, *cache.shape[2:])
-    live = position < kv_lens[:, None]
+    live = (position < kv_lens[:, None]) & (slot >= 0) & (slot < len(flat))
     values = flat.double()[slot.masked_fill(~live, 0).long()]
     return values.nan_to_num(0.0) * live[..., None, None]
 

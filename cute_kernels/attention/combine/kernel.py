@@ -41,7 +41,6 @@ class Combine:
         shape: Shape,
         output: Output,
         partial: Partial,
-        mMeta: cute.Tensor,
         max_chunks: Int32,
     ):
         config = self.config
@@ -65,10 +64,10 @@ class Combine:
             query_head = head * shape.group + packed_row - token * shape.group
             token = token + q_start
             cute.arch.griddepcontrol_wait()
-            start = mMeta[2 * b]
-            tiles = mMeta[2 * b + 1]
-            total = mMeta[2 * shape.batch]
-            ctas = mMeta[2 * shape.batch + 1]
+            start = partial.mMeta[2 * b]
+            tiles = partial.mMeta[2 * b + 1]
+            total = partial.mMeta[2 * shape.batch]
+            ctas = partial.mMeta[2 * shape.batch + 1]
             first = Int32(0)
             parts = Int32(0)
             if tiles > 0:

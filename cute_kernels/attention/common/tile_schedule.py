@@ -45,6 +45,7 @@ class Shape(NamedTuple):
 
     group: query heads per KV head; group_magic: ceil(2^32 / group), for an exact division.
     window_left, window_right: visible keys beside a row's own position, ``UNLIMITED`` for all.
+    min_tiles: a CTA takes at least as many tiles, if it takes part at all.
     """
 
     batch: Int32
@@ -53,6 +54,7 @@ class Shape(NamedTuple):
     group_magic: Int64
     window_left: Int32
     window_right: Int32
+    min_tiles: Int32
 
 
 class Sequence(NamedTuple):
@@ -67,7 +69,7 @@ class Sequence(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The rows [first_row, rows_end) of a sequence and the tiles [tile_begin, tile_end) they see."""
+    """Rows [first_row, rows_end) of a sequence and the tiles [tile_begin, tile_end) they see."""
 
     first_row: Int32
     rows_end: Int32
@@ -113,6 +115,59 @@ def chunk_of(
     return Chunk(first_row, rows_end, begin, end)
 
 
+class Segment(NamedTuple):
+    """The part of one item that a CTA works on without a break.
+
+    count: tiles of the item's line it covers, live or not; ``low``: the first key position that
+    any row of the sequence sees.
+    """
+
+    b: Int32
+    item: Int32
+    head: Int32
+    count: Int32
+    low: Int32
+    seq: Sequence
+    chunk: Chunk
+
+
+@cute.jit
+def segment_at(
+    lengths: Lengths,
+    shape: Shape,
+    b: Int32,
+    item: Int32,
+    tile: Int32,
+    left: Int32,
+    rows: cutlass.Constexpr,
+) -> Segment:
+    """The segment at tile ``tile`` of an item, at most ``left`` tiles long.
+
+    Sequences without work are passed over; ``left > 0`` says that one with work follows.
+    """
+    seq = sequence(lengths, shape, b, rows)
+    while seq.tiles * seq.chunks == 0:
+        b = b + 1
+        seq = sequence(lengths, shape, b, rows)
+    count = cutlass.min(seq.tiles - tile, left)
+    chunk_index = item // shape.kv_heads
+    head = item - chunk_index * shape.kv_heads
+    chunk = chunk_of(seq, shape, chunk_index, tile, count, rows)
+    low = cutlass.max(seq.used - seq.q_len - shape.window_left, Int32(0))
+    return Segment(b, item, head, count, low, seq, chunk)
+
+
+@cute.jit
+def next_item(segment: Segment, shape: Shape):
+    """(sequence, item) after a segment."""
+    b = segment.b
+    item = segment.item + 1
+    if item == segment.seq.chunks * shape.kv_heads:
+        item = Int32(0)
+        b = b + 1
+    return b, item
+
+
 @cute.jit
 def _inclusive_scan(x: Int32, lane: Int32) -> Int32:
     for step in cutlass.range_constexpr(5):
@@ -148,14 +203,13 @@ def stretch_of_cta(
     mMeta: cute.Tensor,
     cta: Int32,
     max_ctas: Int32,
-    min_tiles: Int32,
     writes_meta: cutlass.Boolean,
     rows: cutlass.Constexpr,
 ) -> Stretch:
     """Where CTA ``cta`` of ``max_ctas`` starts and how many tiles it takes.
 
     CTAs with few tiles cost more in partial results than they save: at most one CTA per
-    ``min_tiles`` tiles takes part. The warp for which ``writes_meta`` holds leaves what the
+    ``shape.min_tiles`` tiles takes part. The warp for which ``writes_meta`` holds leaves what the
     combine kernel needs in mMeta: (first tile on the line, tiles of an item) per sequence, then
     (all tiles, participating CTAs).
     """
@@ -167,7 +221,7 @@ def stretch_of_cta(
     for step in cutlass.range_constexpr(5):
         total = total + dsl.shuffle_xor_b32(total, Int32(1 << step))
 
-    ctas = cutlass.max(cutlass.min(max_ctas, total // min_tiles), Int32(1))
+    ctas = cutlass.max(cutlass.min(max_ctas, total // shape.min_tiles), Int32(1))
     quotient = total // ctas
     remainder = total - quotient * ctas
     begin = cta * quotient + cutlass.min(cta, remainder)

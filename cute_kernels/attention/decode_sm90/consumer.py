@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -14,14 +16,23 @@ from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Sequence,
     Stretch,
-    chunk_of,
+    next_item,
     query_token,
-    sequence,
+    segment_at,
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
 from cute_kernels.attention.decode_sm90.tile_math import TileMath
+
+
+class Scales(NamedTuple):
+    """mK, mV (batch, kv_heads) float32 descales, address 0 for 1; the softmax scale; softcap."""
+
+    mK: cute.Tensor
+    mV: cute.Tensor
+    softmax_scale: Float32
+    softcap: Float32
 
 
 class Consumer(QueryLoading, TileMath, Epilogue):
@@ -42,12 +53,10 @@ class Consumer(QueryLoading, TileMath, Epilogue):
     def run(
         self,
         mQ: cute.Tensor,
-        mKScale: cute.Tensor,
-        mVScale: cute.Tensor,
+        scales: Scales,
         lengths: Lengths,
         output: Output,
         partial: Partial,
-        softmax_scale: Float32,
         stretch: Stretch,
         cta: Int32,
     ):
@@ -64,22 +73,16 @@ class Consumer(QueryLoading, TileMath, Epilogue):
         slot = Int32(0)
         phase = Int32(0)
         while done < stretch.count:
-            seq = sequence(lengths, shape, b, config.rows)
-            while seq.tiles * seq.chunks == 0:
-                b = b + 1
-                seq = sequence(lengths, shape, b, config.rows)
-            count = cutlass.min(seq.tiles - tile, stretch.count - done)
-            chunk_index = item // shape.kv_heads
-            head = item - chunk_index * shape.kv_heads
-            chunk = chunk_of(seq, shape, chunk_index, tile, count, config.rows)
-            low = cutlass.max(seq.used - seq.q_len - shape.window_left, Int32(0))
+            segment = segment_at(lengths, shape, b, item, tile, stretch.count - done, config.rows)
+            seq, chunk, head = segment.seq, segment.chunk, segment.head
+            b = segment.b
             k_scale = Float32(1.0)
             v_scale = Float32(1.0)
-            if mKScale.iterator.toint() != 0:
-                k_scale = mKScale[b, head]
-            if mVScale.iterator.toint() != 0:
-                v_scale = mVScale[b, head]
-            base_scale = softmax_scale * k_scale * dsl.LOG2_E
+            if scales.mK.iterator.toint() != 0:
+                k_scale = scales.mK[b, head]
+            if scales.mV.iterator.toint() != 0:
+                v_scale = scales.mV[b, head]
+            base_scale = scales.softmax_scale * k_scale * dsl.LOG2_E
             if const_expr(not config.loader_only):
                 if const_expr(config.uses_wgmma):
                     self.load_queries_to_smem(mQ, base_scale, seq, chunk, head)
@@ -122,21 +125,18 @@ class Consumer(QueryLoading, TileMath, Epilogue):
                     self.scale_and_mask(rS, rScale, t, masked)
                     self.softmax(rS, acc, state)
                     cute.arch.mbarrier_wait(self.ring.full + v_slot, v_phase)
-                    if (first_token < low) | (end_token > seq.used):
-                        self.clear_dead_values(seq, low, t, v_slot)
+                    if (first_token < segment.low) | (end_token > seq.used):
+                        self.clear_dead_values(seq, segment.low, t, v_slot)
                     self.values(acc, v_slot)
             if const_expr(not config.loader_only):
                 self.reduce_sums(state)
-                if count == seq.tiles:
+                if segment.count == seq.tiles:
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
                 else:
                     part = 2 * cta
                     if tile == 0:
                         part = part + 1
                     self.write_partial(partial, acc, state, v_scale, chunk, part)
-            done = done + count
+            done = done + segment.count
             tile = Int32(0)
-            item = item + 1
-            if item == seq.chunks * shape.kv_heads:
-                item = Int32(0)
-                b = b + 1
+            b, item = next_item(segment, shape)

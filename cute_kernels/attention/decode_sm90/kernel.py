@@ -33,10 +33,15 @@ from cute_kernels.attention.decode_sm90.config import (
     TILE_TOKENS,
     DecodeConfig,
 )
-from cute_kernels.attention.decode_sm90.consumer import Consumer
+from cute_kernels.attention.decode_sm90.consumer import Consumer, Scales
 from cute_kernels.attention.decode_sm90.lane import ConsumerSmem
 from cute_kernels.attention.decode_sm90.layout import TileLayout
-from cute_kernels.attention.decode_sm90.producer import PagedSource, Producer, Ring
+from cute_kernels.attention.decode_sm90.producer import (
+    PagedSource,
+    Producer,
+    Ring,
+    TmaOperand,
+)
 
 Q_TYPES = {"bf16": BFloat16, "fp16": Float16}
 PRODUCER_WARP = 4
@@ -129,7 +134,7 @@ class DecodeSm90:
             pointer, cute.make_layout(shape, stride=(1, token, layout.row_bytes, head, page))
         )
 
-    def _tma(self, pointer, sizes: Sizes, strides):
+    def _tma(self, pointer, sizes: Sizes, strides) -> TmaOperand:
         layout = self.layout
         box = (layout.row_bytes, layout.box_tokens, layout.blocks)
         smem = cute.make_composed_layout(
@@ -159,8 +164,8 @@ class DecodeSm90:
         token_shape = (sizes.total_q, heads, D)
         k_strides = (strides.k_page, strides.k_token, strides.k_head)
         v_strides = (strides.v_page, strides.v_token, strides.v_head)
-        atomK, mTmaK = self._tma(at.k, sizes, k_strides)
-        atomV, mTmaV = self._tma(at.v, sizes, v_strides)
+        k = self._tma(at.k, sizes, k_strides)
+        v = self._tma(at.v, sizes, v_strides)
         mQ = cute.make_tensor(
             at.q, cute.make_layout(token_shape, stride=(strides.q_token, strides.q_head, 1))
         )
@@ -176,13 +181,13 @@ class DecodeSm90:
             cute.make_tensor(at.sinks, cute.make_layout(heads)),
         )
         per_head = (sizes.batch, sizes.kv_heads)
-        mKScale = cute.make_tensor(
-            at.k_descale,
-            cute.make_layout(per_head, stride=(strides.k_descale_batch, strides.k_descale_head)),
-        )
-        mVScale = cute.make_tensor(
-            at.v_descale,
-            cute.make_layout(per_head, stride=(strides.v_descale_batch, strides.v_descale_head)),
+        k_scale_strides = (strides.k_descale_batch, strides.k_descale_head)
+        v_scale_strides = (strides.v_descale_batch, strides.v_descale_head)
+        scales = Scales(
+            cute.make_tensor(at.k_descale, cute.make_layout(per_head, stride=k_scale_strides)),
+            cute.make_tensor(at.v_descale, cute.make_layout(per_head, stride=v_scale_strides)),
+            scalars.softmax_scale,
+            scalars.softcap,
         )
         lengths = Lengths(
             cute.make_tensor(at.cu_q, cute.make_layout(sizes.batch + 1)),
@@ -197,6 +202,7 @@ class DecodeSm90:
             sizes.group_magic,
             scalars.window_left,
             scalars.window_right,
+            scalars.min_tiles,
         )
         source = PagedSource(
             cute.make_tensor(
@@ -207,7 +213,7 @@ class DecodeSm90:
             sizes.page_size,
             sizes.paged,
         )
-        partial, mMeta = self._workspace(mWorkspace, scalars.ctas, sizes.batch)
+        partial = self._workspace(mWorkspace, scalars.ctas, sizes.batch)
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
                 Float16,
@@ -218,49 +224,38 @@ class DecodeSm90:
                 OperandMajorMode.K,
             )
         )
-        self.kernel(
-            mma, atomK, mTmaK, atomV, mTmaV, mQ, mKScale, mVScale,
-            lengths, shape, source, output, partial, mMeta,
-            scalars.softmax_scale, scalars.softcap, scalars.min_tiles,
-        ).launch(
+        self.kernel(mma, *k, *v, mQ, scales, lengths, shape, source, output, partial).launch(
             grid=(scalars.ctas, 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
-        )  # fmt: skip
+        )
         if const_expr(not config.loader_only):
+            narrow = combine_config(D, config.rows, wide=False)
+            wide = combine_config(D, config.rows, wide=True)
             if scalars.combine_wide != 0:
-                self._combine(
-                    combine_config(D, config.rows, wide=True), lengths, shape, output, partial,
-                    mMeta, sizes.max_chunks, stream,
-                )  # fmt: skip
+                self._combine(wide, lengths, shape, output, partial, sizes.max_chunks, stream)
             else:
-                self._combine(
-                    combine_config(D, config.rows, wide=False), lengths, shape, output, partial,
-                    mMeta, sizes.max_chunks, stream,
-                )  # fmt: skip
+                self._combine(narrow, lengths, shape, output, partial, sizes.max_chunks, stream)
 
-    def _workspace(self, mWorkspace: cute.Tensor, ctas: Int32, batch: Int32):
-        """Cut the float32 workspace into (partial results, mMeta); ``workspace_floats`` sizes it."""
+    def _workspace(self, mWorkspace: cute.Tensor, ctas: Int32, batch: Int32) -> Partial:
+        """Cut the float32 workspace (op.py sizes it) into its parts."""
         rows, D = self.config.rows, self.config.head_size
         slots = 2 * ctas
         base = mWorkspace.iterator
         lse = base + Int64(slots) * (rows * D)
         meta = lse + Int64(slots) * rows
-        partial = Partial(
+        return Partial(
             cute.make_tensor(base, cute.make_layout((slots, rows, D), stride=(rows * D, D, 1))),
             cute.make_tensor(lse, cute.make_layout((slots, rows), stride=(rows, 1))),
+            cute.make_tensor(cute.recast_ptr(meta, dtype=Int32), cute.make_layout(2 * batch + 2)),
         )
-        mMeta = cute.make_tensor(
-            cute.recast_ptr(meta, dtype=Int32), cute.make_layout(2 * batch + 2)
-        )
-        return partial, mMeta
 
     @cute.jit
-    def _combine(self, combine, lengths, shape, output, partial, mMeta, max_chunks, stream):
+    def _combine(self, combine, lengths, shape, output, partial, max_chunks, stream):
         items = shape.batch * max_chunks * shape.kv_heads
-        Combine(combine).kernel(lengths, shape, output, partial, mMeta, max_chunks).launch(
+        Combine(combine).kernel(lengths, shape, output, partial, max_chunks).launch(
             grid=(items, combine.rows, combine.slices),
             block=(combine.threads, 1, 1),
             stream=stream,
@@ -272,21 +267,16 @@ class DecodeSm90:
         self,
         mma: cute.TiledMma,
         atomK: cute.CopyAtom,
-        mTmaK: cute.Tensor,
+        mCacheK: cute.Tensor,
         atomV: cute.CopyAtom,
-        mTmaV: cute.Tensor,
+        mCacheV: cute.Tensor,
         mQ: cute.Tensor,
-        mKScale: cute.Tensor,
-        mVScale: cute.Tensor,
+        scales: Scales,
         lengths: Lengths,
         shape: Shape,
         source: PagedSource,
         output: Output,
         partial: Partial,
-        mMeta: cute.Tensor,
-        softmax_scale: Float32,
-        softcap: Float32,
-        min_tiles: Int32,
     ):
         config = self.config
         tid, _, _ = cute.arch.thread_idx()
@@ -301,22 +291,18 @@ class DecodeSm90:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
-        stretch = stretch_of_cta(
-            lengths, shape, mMeta, cta, ctas, min_tiles, warp == 0, config.rows
-        )
+        stretch = stretch_of_cta(lengths, shape, partial.mMeta, cta, ctas, warp == 0, config.rows)
         if warp >= PRODUCER_WARP:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == PRODUCER_WARP:
                 producer = Producer(config, lengths, shape, source)
-                producer.run(ring, atomK, mTmaK, atomV, mTmaV, stretch)
+                producer.run(ring, TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV), stretch)
         else:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(config.consumer_registers)
-            consumer = Consumer(config, mma, shape, ring, smem, softcap)
-            consumer.run(
-                mQ, mKScale, mVScale, lengths, output, partial, softmax_scale, stretch, cta
-            )
+            consumer = Consumer(config, mma, shape, ring, smem, scales.softcap)
+            consumer.run(mQ, scales, lengths, output, partial, stretch, cta)
 
     def _allocate(self):
         config = self.config

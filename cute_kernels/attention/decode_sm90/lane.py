@@ -109,8 +109,9 @@ class ConsumerLane:
 
     @cute.jit
     def reset(self, acc: cute.Tensor, state: Softmax):
-        for i in cutlass.range_constexpr(self.units * self.row_blocks * 4):
-            acc[i] = Float32(0.0)
+        for u in cutlass.range_constexpr(self.units):
+            for i in cutlass.range_constexpr(self.row_blocks * 4):
+                acc[u * self.row_blocks * 4 + i] = Float32(0.0)
         for i in cutlass.range_constexpr(2 * self.row_blocks):
             state.rMax[i] = Float32(dsl.NEG_INF)
             state.rSum[i] = Float32(0.0)

@@ -42,7 +42,7 @@ def compiled(config: DecodeConfig, target: str):
 
 
 def can_run(problem: AttentionProblem) -> str | None:
-    """Why the kernel cannot serve this problem, or None if it can. Reads shapes and strides only."""
+    """Why the kernel cannot serve this problem, or None; reads shapes and strides only."""
     q, k = problem.q, problem.k
     if q.device.type != "cuda":
         return f"tensors are on {q.device.type}, the kernel runs on cuda"

@@ -14,8 +14,8 @@ from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Shape,
     Stretch,
-    chunk_of,
-    sequence,
+    next_item,
+    segment_at,
 )
 from cute_kernels.attention.decode_sm90.config import DecodeConfig
 from cute_kernels.attention.decode_sm90.layout import TileLayout
@@ -31,6 +31,13 @@ class PagedSource(NamedTuple):
     table_width: Int32
     page_size: Int32
     paged: Int32
+
+
+class TmaOperand(NamedTuple):
+    """K or V: the copy atom, and the cache as (row bytes, tokens, blocks, heads, pages)."""
+
+    atom: cute.CopyAtom
+    mCache: cute.Tensor
 
 
 class Ring(NamedTuple):
@@ -67,8 +74,7 @@ class Producer:
     @cute.jit
     def load_box(
         self,
-        atom: cute.CopyAtom,
-        mTma: cute.Tensor,
+        operand: TmaOperand,
         sBox: cute.Tensor,
         token: Int32,
         head: Int32,
@@ -77,57 +83,49 @@ class Producer:
     ):
         layout = self.layout
         box = (layout.row_bytes, layout.box_tokens, layout.blocks)
-        gBox = cute.local_tile(
-            cute.domain_offset((0, token, 0), mTma[None, None, None, head, page]), box, (0, 0, 0)
-        )
+        gPage = cute.domain_offset((0, token, 0), operand.mCache[None, None, None, head, page])
+        gBox = cute.local_tile(gPage, box, (0, 0, 0))
         s, g = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(sBox, 0, 1), cute.group_modes(gBox, 0, 3)
+            operand.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sBox, 0, 1),
+            cute.group_modes(gBox, 0, 3),
         )
-        cute.copy(atom, g, s, tma_bar_ptr=full, cache_policy=Int64(EVICT_FIRST))
+        cute.copy(operand.atom, g, s, tma_bar_ptr=full, cache_policy=Int64(EVICT_FIRST))
 
     @cute.jit
-    def run(
-        self,
-        ring: Ring,
-        atomK: cute.CopyAtom,
-        mTmaK: cute.Tensor,
-        atomV: cute.CopyAtom,
-        mTmaV: cute.Tensor,
-        stretch: Stretch,
-    ):
+    def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
         lane = cute.arch.lane_idx()
         if lane == 0:
-            cpasync.prefetch_descriptor(atomK)
-            cpasync.prefetch_descriptor(atomV)
+            cpasync.prefetch_descriptor(k.atom)
+            cpasync.prefetch_descriptor(v.atom)
         sBoxes = self.ring_boxes(ring)
         done = Int32(0)
         b, item, tile = stretch.b, stretch.item, stretch.tile
         slot = Int32(0)
         phase = Int32(1)
         while done < stretch.count:
-            seq = sequence(self.lengths, shape, b, config.rows)
-            while seq.tiles * seq.chunks == 0:
-                b = b + 1
-                seq = sequence(self.lengths, shape, b, config.rows)
-            count = cutlass.min(seq.tiles - tile, stretch.count - done)
-            chunk = item // shape.kv_heads
-            head = item - chunk * shape.kv_heads
-            live = chunk_of(seq, shape, chunk, tile, count, config.rows)
-            low = cutlass.max(seq.used - seq.q_len - shape.window_left, Int32(0))
+            segment = segment_at(
+                self.lengths, shape, b, item, tile, stretch.count - done, config.rows
+            )
+            b = segment.b
+            last_token = segment.seq.used - 1
             run_start = Int32(0)
             if source.paged == 0:
                 run_start = self.lengths.mCuK[b]
             page = Int32(0)
             in_page = Int32(0)
             ahead = Int32(0)
-            for t in cutlass.range(live.tile_begin, live.tile_end, unroll=1):
+            for t in cutlass.range(segment.chunk.tile_begin, segment.chunk.tile_end, unroll=1):
                 if (ahead & 31) == 0:
                     # One table entry a lane, for the next 32 boxes. A box without live tokens
                     # (past the end, or before the window) takes the nearest live one instead:
                     # its own entry may hold anything, and its page may be freed.
                     box = t * layout.boxes + lane
-                    token = cutlass.min(cutlass.max(box * config.box_tokens, low), seq.used - 1)
+                    token = cutlass.max(box * config.box_tokens, segment.low)
+                    token = cutlass.min(token, last_token)
                     index = token // source.page_size
                     in_page = (token - index * source.page_size) & -config.box_tokens
                     if source.paged != 0:
@@ -145,7 +143,6 @@ class Producer:
                     )
                 ahead = ahead + layout.boxes
                 for operand in cutlass.range_constexpr(2):
-                    atom, mTma = (atomK, mTmaK) if const_expr(operand == 0) else (atomV, mTmaV)
                     cute.arch.mbarrier_wait(ring.empty + slot, phase)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(
@@ -153,11 +150,10 @@ class Producer:
                         )
                     for i in cutlass.range_constexpr(layout.boxes):
                         self.load_box(
-                            atom,
-                            mTma,
+                            k if const_expr(operand == 0) else v,
                             sBoxes[None, i, slot],
                             boxes[i][1],
-                            head,
+                            segment.head,
                             boxes[i][0],
                             ring.full + slot,
                         )
@@ -165,9 +161,6 @@ class Producer:
                     if slot == config.stages:
                         slot = Int32(0)
                         phase = phase ^ 1
-            done = done + count
+            done = done + segment.count
             tile = Int32(0)
-            item = item + 1
-            if item == seq.chunks * shape.kv_heads:
-                item = Int32(0)
-                b = b + 1
+            b, item = next_item(segment, shape)

@@ -54,7 +54,7 @@ class QueryLoading(ConsumerLane):
         chunk: Chunk,
         head: Int32,
     ):
-        """8 rows: every warp keeps all of Q as fragments; rScale gets the scales of rows 2j, 2j + 1."""
+        """8 rows: every warp keeps all of Q as fragments; rScale: scales of rows 2j, 2j + 1."""
         words = self.config.head_size // 8
         address = self._row_address(mQ, seq, chunk, head, self.g)
         for i in cutlass.range_constexpr(words // 4):
@@ -65,13 +65,15 @@ class QueryLoading(ConsumerLane):
         rScale[1] = base_scale
         if const_expr(mQ.element_type is BFloat16):
             top = Int32(0)
-            for i in cutlass.range_constexpr(words):
-                top = dsl.max_abs_bf16x2(top, rQ[i])
+            for i in cutlass.range_constexpr(words // 4):
+                for z in cutlass.range_constexpr(4):
+                    top = dsl.max_abs_bf16x2(top, rQ[4 * i + z])
             for step in cutlass.range_constexpr(2):
                 top = dsl.max_abs_bf16x2(top, dsl.shuffle_xor_b32(top, Int32(1 << step)))
             scale, inverse = _scale_of_row(top)
-            for i in cutlass.range_constexpr(words):
-                rQ[i] = dsl.bf16x2_to_f16x2_scaled(rQ[i], scale)
+            for i in cutlass.range_constexpr(words // 4):
+                for z in cutlass.range_constexpr(4):
+                    rQ[4 * i + z] = dsl.bf16x2_to_f16x2_scaled(rQ[4 * i + z], scale)
             for r in cutlass.range_constexpr(2):
                 # lane 4 row holds the row's inverse
                 rScale[r] = base_scale * dsl.shuffle_from_lane_f32(inverse, 4 * (2 * self.j + r))

@@ -1,0 +1,163 @@
+"""Decode attention over a paged FP8 KV cache: ours, the Triton baseline, and peers.
+
+    python -m perf.bench_decode                     every case, table on the terminal
+    python -m perf.bench_decode --cases D512 --json results.json --png results.png
+
+Each provider is checked against the float64 reference on random inputs first; one that is wrong
+gets no time. Times are medians of interleaved rounds of CUDA-graph replays (perf/README.md). The
+exit status is 1 when a provider was wrong or failed.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import click
+import torch
+from tqdm import tqdm
+
+from perf.cases import DECODE_CASES, QUICK_CASES, DecodeCase, select_cases
+from perf.inputs import ROTATED_BYTES, KVPool, make_input_sets
+from perf.providers import Provider, select_providers
+from perf.report import print_report
+from perf.rows import (
+    OK,
+    Machine,
+    Measurement,
+    describe_machine,
+    make_row,
+    make_workload,
+    write_rows,
+)
+from perf.timing import (
+    Contender,
+    calls_per_graph,
+    median_us,
+    time_host,
+    time_rotating,
+    time_single,
+)
+from perf.traffic import ReadProbe, ReductionProbe, read_ceilings
+from perf.verify import verify
+
+# The check draws other queries, scales and page orders than the timed calls.
+CHECK_SEED_OFFSET = 1_000_003
+
+
+def check(case: DecodeCase, providers: list[Provider], pool: KVPool) -> dict[str, Measurement]:
+    """Status and error of every provider on fresh inputs."""
+    inputs = make_input_sets(case, pool, seed=case.seed + CHECK_SEED_OFFSET, count=1)[0]
+    results = {}
+    for provider in providers:
+        reason = provider.why_not()
+        if reason is not None:
+            results[provider.name] = Measurement(reason)
+            continue
+        try:
+            verdict = verify(provider, inputs)
+        except Exception as error:  # whatever a provider throws, the others still get their turn
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            results[provider.name] = Measurement(f"failed: {text}")
+            continue
+        status = OK if verdict.problem is None else f"wrong: {verdict.problem}"
+        results[provider.name] = Measurement(status, verdict.relative_error)
+    return results
+
+
+def measure(
+    case: DecodeCase, providers: list[Provider], pool: KVPool, rounds: int
+) -> tuple[dict[str, Measurement], dict[str, object]]:
+    """Check, then time, every provider on one case; with the timing part of the workload."""
+    results = check(case, providers, pool)
+    right = [provider for provider in providers if results[provider.name].status == OK]
+    sets = make_input_sets(case, pool)
+    method = {
+        "timing": "cuda graph, median",
+        "input_sets": len(sets),
+        "calls_per_graph": calls_per_graph(len(sets)),
+        "rotated_bytes": ROTATED_BYTES,
+        "rounds": rounds,
+    }
+    contenders = [Contender(p.name, tuple(p.bind(inputs) for inputs in sets)) for p in right]
+    if contenders:
+        rotating = time_rotating(contenders, rounds)
+        single = time_single(contenders, rounds)
+        host = time_host(contenders)
+        for i, contender in enumerate(contenders):
+            error = results[contender.name].rel_error
+            results[contender.name] = Measurement(OK, error, rotating[i], single[i], host[i])
+    return results, method
+
+
+def run(
+    cases: list[DecodeCase],
+    providers: list[Provider],
+    machine: Machine,
+    rounds: int,
+) -> list[dict[str, object]]:
+    """Rows of all cases and providers."""
+    pool = KVPool(cases, "cuda")
+    probes: list[ReadProbe] = [ReductionProbe(pool.k)]
+    ceiling = max(read_ceilings(probes, median_us).values())
+    rows = []
+    for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
+        results, method = measure(case, providers, pool, rounds)
+        workload = make_workload(case, machine, method)
+        rows += [
+            make_row(name, case, measurement, workload, machine, ceiling)
+            for name, measurement in results.items()
+        ]
+    return rows
+
+
+@click.command(help="Time decode attention over a paged FP8 KV cache: ours, Triton, peers.")
+@click.option("--all", "all_cases", is_flag=True, help="every case (the default)")
+@click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
+@click.option("--providers", multiple=True, metavar="NAME", help="only these; may be repeated")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
+@click.option("--png", "png_path", type=click.Path(dir_okay=False), help="write a plot")
+@click.option("--quick", is_flag=True, help="four cases, few rounds: a smoke test")
+@click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
+@click.option("--commit", help="what to record where there is no git repository")
+@click.option("--list", "list_only", is_flag=True, help="print the cases and stop")
+def main(
+    all_cases: bool,
+    cases: tuple[str, ...],
+    providers: tuple[str, ...],
+    json_path: str | None,
+    png_path: str | None,
+    quick: bool,
+    rounds: int,
+    commit: str | None,
+    list_only: bool,
+) -> None:
+    if sum((all_cases, bool(cases), quick)) > 1:
+        raise click.UsageError("--all, --cases and --quick exclude each other")
+    try:
+        chosen = list(QUICK_CASES) if quick else select_cases(cases)
+        contenders = select_providers(providers)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if list_only:
+        for case in DECODE_CASES:
+            click.echo(case.name)
+        return
+    if not torch.cuda.is_available():
+        raise click.ClickException("the benchmark needs a CUDA device")
+    command = shlex.join(["python", "-m", "perf.bench_decode", *sys.argv[1:]])
+    machine = describe_machine(command, commit)
+    rows = run(chosen, contenders, machine, min(rounds, 5) if quick else rounds)
+    if json_path:
+        write_rows(json_path, rows)
+    if png_path:
+        from perf.report import plot_bandwidth
+
+        plot_bandwidth(rows, png_path)
+    print_report(rows)
+    if any(row["status"].startswith(("wrong", "failed")) for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

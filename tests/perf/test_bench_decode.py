@@ -1,0 +1,262 @@
+"""The decode benchmark without a GPU: its cases, inputs, checks, table and command line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from io import StringIO
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+from cute_kernels.attention.arguments import validate
+from cute_kernels.reference.attention import attention_reference
+from perf import bench_decode, report
+from perf.cases import DECODE_CASES, DecodeCase, select_cases
+from perf.inputs import CODE_RMS, ROTATED_BYTES, KVPool, make_input_sets, set_count
+from perf.providers import PROVIDERS, Provider, select_providers, varlen_arguments
+from perf.rows import OK
+from perf.timing import Timing, calls_per_graph, rotation
+from perf.traffic import traffic
+from perf.verify import checked_sequences, verify
+from tests.perf.helpers import MACHINE, SMALL, make_test_row, requires_module
+
+TABLE = [
+    "B64 S8192 32/4 D512",
+    "B8 S8192 32/4 D512",
+    "B1 S32768 32/4 D512",
+    "B128 S8192 8/1 D512",
+    "B32 S8192 8/1 D512",
+    "B1 S32768 8/1 D512",
+    "B32 S8192 8/1 D512 q4",
+    "B32 S8192 64/8 D128",
+    "B1 S32768 64/8 D128",
+    "B64 S8192 16/1 D128",
+    "B64 S8192 32/16 D256 w1024",
+    "B32 S8192 64/8 D64",
+]
+
+
+def reference_call(inputs, scale=1.0):
+    arguments = varlen_arguments(inputs)
+    arguments["softmax_scale"] *= scale
+    attention_reference(validate(**arguments, out=inputs.out))
+
+
+def forgets_a_row(inputs):
+    reference_call(inputs)
+    inputs.out[2] = float("nan")
+
+
+def swaps_heads(inputs):
+    reference_call(inputs)
+    inputs.out.copy_(inputs.out.flip(1))
+
+
+def raises(inputs):
+    raise RuntimeError("no kernel\nfor this")
+
+
+def provider(function, name="right"):
+    return Provider(name, "torch", lambda inputs: partial(function, inputs))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    return KVPool([SMALL], "cpu")
+
+
+def test_cases_are_the_table():
+    assert [case.name for case in DECODE_CASES] == TABLE
+    assert all(case.page_size == 64 and case.kv_cache_dtype == "fp8_e4m3" for case in DECODE_CASES)
+
+
+def test_case_selection():
+    assert select_cases(()) == list(DECODE_CASES)
+    assert [case.name for case in select_cases(("d64", "q4"))] == [TABLE[11], TABLE[6]]
+    assert len(select_cases(("D512", "q4"))) == 7
+    with pytest.raises(ValueError, match="no case matches 'D96'"):
+        select_cases(("D96",))
+
+
+def test_command_line_lists_the_table():
+    done = CliRunner().invoke(bench_decode.main, ["--list"])
+    assert done.exit_code == 0
+    assert done.output.splitlines() == TABLE
+
+
+def test_command_line_help():
+    done = CliRunner().invoke(bench_decode.main, ["--help"])
+    assert done.exit_code == 0
+    for option in ("--all", "--cases", "--providers", "--json", "--png", "--quick"):
+        assert option in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (["--cases", "D96"], "no case matches"),
+        (["--providers", "nobody"], "unknown provider"),
+        (["--all", "--quick"], "exclude each other"),
+    ),
+)
+def test_command_line_refusals(arguments, message):
+    done = CliRunner().invoke(bench_decode.main, arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_command_line_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(bench_decode.main, [])
+    assert done.exit_code == 1
+    assert "needs a CUDA device" in done.output
+
+
+def test_absent_peers_are_listed(monkeypatch):
+    monkeypatch.setattr("perf.providers.find_spec", lambda name: None)
+    assert {p.name: p.why_not() for p in PROVIDERS} == {p.name: "not installed" for p in PROVIDERS}
+    monkeypatch.setattr("perf.providers.find_spec", lambda name: object())
+    reasons = {p.name: p.why_not() for p in select_providers(())}
+    assert reasons["cute_kernels"] is reasons["triton_baseline"] is None
+    assert reasons["vllm_fa4"] == reasons["flashinfer_xqa"] == "not implemented here"
+
+
+def test_pool_has_every_code_but_nan(pool):
+    for side in (pool.k, pool.v):
+        codes = set(side.unique().tolist())
+        assert codes == set(range(256)) - {0x7F, 0xFF}
+    values = pool.views(SMALL)[0].float()
+    assert values.square().mean().sqrt().item() == pytest.approx(CODE_RMS, rel=0.02)
+
+
+def test_input_sets_share_no_page(pool):
+    sets = make_input_sets(SMALL, pool, count=4)
+    pages = torch.cat([inputs.block_table.flatten() for inputs in sets])
+    assert len(sets) == 4
+    assert len(pages.unique()) == len(pages) == 4 * 3 * 4
+    assert not torch.equal(sets[0].q, sets[1].q)
+    assert not torch.equal(sets[0].k_descale, sets[1].k_descale)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=TABLE)
+def test_input_sets_rotate_past_the_cache(case):
+    assert set_count(case) * traffic(case).kv >= ROTATED_BYTES
+    assert calls_per_graph(set_count(case)) % set_count(case) == 0
+
+
+def test_calls_per_graph():
+    assert [calls_per_graph(n) for n in (1, 2, 3, 4, 5, 12)] == [4, 4, 6, 4, 5, 12]
+
+
+def test_contenders_read_different_sets_in_a_turn():
+    for num_sets in (4, 8):
+        for turn in range(num_sets):
+            taken = {rotation(turn, i, 3, num_sets) for i in range(3)}
+            assert len(taken) == 3
+        assert {rotation(turn, 1, 3, num_sets) for turn in range(num_sets)} == set(range(num_sets))
+
+
+def test_timing_of_samples():
+    assert Timing.of([3.0, 1.0, 2.0, 10.0]) == Timing(2.5, 1.0, 10.0)
+
+
+def test_a_right_provider_is_verified(pool):
+    inputs = make_input_sets(SMALL, pool, count=1)[0]
+    verdict = verify(provider(reference_call), inputs)
+    assert verdict.problem is None
+    assert 5e-4 < verdict.relative_error < 3e-3  # bf16 rounding, not nothing
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    (
+        (forgets_a_row, "1 of 6 rows not finite or not written"),
+        (swaps_heads, "relative error"),
+        (partial(reference_call, scale=1.02), "relative error"),
+    ),
+)
+def test_a_wrong_provider_is_caught(pool, function, problem):
+    inputs = make_input_sets(SMALL, pool, count=1)[0]
+    assert problem in verify(provider(function), inputs).problem
+
+
+def test_large_batches_are_checked_in_part():
+    case = DecodeCase(40, 64, 8, 2, 64)
+    inputs = make_input_sets(case, KVPool([case], "cpu"), count=1)[0]
+    assert checked_sequences(inputs) == list(range(40))
+    chosen = checked_sequences(replace(inputs, max_seqlen_k=1 << 20))
+    assert chosen == [0, 39]
+
+
+def test_no_time_without_a_right_answer(pool, monkeypatch):
+    timed = []
+
+    def fake_times(contenders, rounds=0):
+        timed.append([contender.name for contender in contenders])
+        return [Timing(10.0, 9.0, 11.0) for _ in contenders]
+
+    monkeypatch.setattr(bench_decode, "time_rotating", fake_times)
+    monkeypatch.setattr(bench_decode, "time_single", fake_times)
+    monkeypatch.setattr(bench_decode, "time_host", lambda contenders: [5.0 for _ in contenders])
+    monkeypatch.setattr(bench_decode, "make_input_sets", partial(make_input_sets, count=2))
+    contenders = [
+        provider(reference_call),
+        provider(swaps_heads, "wrong"),
+        provider(raises, "failing"),
+        Provider("absent", "no_such_module_anywhere", None),
+    ]
+    results, method = bench_decode.measure(SMALL, contenders, pool, rounds=3)
+    assert timed == [["right"], ["right"]]
+    assert {name: result.status.split(":")[0] for name, result in results.items()} == {
+        "right": OK,
+        "wrong": "wrong",
+        "failing": "failed",
+        "absent": "not installed",
+    }
+    assert results["failing"].status == "failed: RuntimeError: no kernel"
+    assert results["wrong"].rotating is None
+    assert method["input_sets"] == 2
+
+
+def full_run():
+    rows = []
+    for case in DECODE_CASES:
+        rows.append(make_test_row("cute_kernels", case, 100.0))
+        rows.append(make_test_row("triton_baseline", case, 250.0))
+        rows.append(make_test_row("vllm_fa4", case, None, "not installed"))
+    rows[1] = make_test_row("triton_baseline", DECODE_CASES[0], None, "wrong: relative error 1e-1")
+    return rows
+
+
+def test_report_shows_every_case_and_fits():
+    stream = StringIO()
+    report.print_report(full_run(), Console(file=stream, width=report.WIDTH))
+    text = stream.getvalue()
+    assert all(name in text for name in TABLE)
+    assert text.count("2.50x") == len(TABLE) - 1
+    assert "wrong: relative error 1e-1" in text
+    assert text.count("vllm_fa4: not installed") == 1
+    assert MACHINE.gpu in text
+    assert len(text) < 6000
+
+
+def test_plot_of_a_run(tmp_path):
+    requires_module("matplotlib")
+    path = tmp_path / "decode.png"
+    report.plot_bandwidth(full_run(), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no row has a time"):
+        report.plot_bandwidth([make_test_row(median=None, status="not installed")], path)
+
+
+def test_check_inputs_differ_from_timed_inputs(pool):
+    timed = make_input_sets(SMALL, pool, count=1)[0]
+    seed = SMALL.seed + bench_decode.CHECK_SEED_OFFSET
+    fresh = make_input_sets(SMALL, pool, seed=seed, count=1)[0]
+    assert not torch.equal(timed.q, fresh.q)
+    assert not torch.equal(timed.block_table, fresh.block_table)
+    assert math.isfinite(fresh.k_descale.sum().item())
