@@ -12,6 +12,7 @@ fields and makes the exit status 1.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ _ABSENT = "(absent)"
 
 class NotComparable(ValueError):
     """Two rows whose workloads differ; the message names every differing field."""
+
+
+class WithoutTime(ValueError):
+    """A row whose provider was absent, refused, failed or was wrong."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ def compare(old: Row, new: Row) -> Comparison:
 
     Raises:
         NotComparable: their workloads differ.
-        ValueError: a row without a time, or one that `check_row` refuses.
+        WithoutTime: a row that has none.
+        ValueError: a row that `check_row` refuses.
     """
     for row in (old, new):
         check_row(row)
@@ -77,7 +83,7 @@ def compare(old: Row, new: Row) -> Comparison:
         raise NotComparable(f"{old['case']}: the workloads differ in {what}")
     for row in (old, new):
         if row["status"] != OK:
-            raise ValueError(f"{row['case']}: {row['provider']} has no time ({row['status']})")
+            raise WithoutTime(f"{row['provider']} has no time: {row['status']}")
     return Comparison(old, new)
 
 
@@ -99,24 +105,28 @@ def main(results: tuple[str, ...], provider: str) -> None:
     table = Table(box=None)
     for column in ("case", "against", "us", f"{provider} us", "times faster"):
         table.add_column(column, justify="left" if column in ("case", "against") else "right")
-    refused, found = [], 0
+    refused: list[str] = []
+    skipped: Counter[str] = Counter()
     for old, new in pairs([read_rows(path) for path in results], provider):
-        found += 1
         try:
             result = compare(old, new)
-        except ValueError as error:
-            refused.append((type(error) is NotComparable, str(error)))
+        except NotComparable as error:
+            refused.append(str(error))
+            continue
+        except WithoutTime as error:
+            skipped[str(error)] += 1
             continue
         against = old["provider"] if len(results) == 1 else old["commit"][:12]
         figures = (f"{old['median_us']:.1f}", f"{new['median_us']:.1f}", f"{result.speedup:.2f}")
         table.add_row(old["case"], against, *figures)
-    if not found:
+    if not (table.row_count or refused or skipped):
         raise click.ClickException(f"nothing to compare with {provider}")
-    console = Console(width=120)
-    console.print(table)
-    for not_comparable, reason in refused:
-        console.print(("refused: " if not_comparable else "skipped: ") + reason, markup=False)
-    if any(not_comparable for not_comparable, _ in refused):
+    Console(width=120).print(table)
+    for reason, cases in skipped.items():
+        click.echo(f"skipped: {reason} ({cases} case{'s' if cases > 1 else ''})")
+    for reason in refused:
+        click.echo(f"refused: {reason}")
+    if refused:
         raise SystemExit(1)
 
 

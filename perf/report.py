@@ -115,13 +115,14 @@ def plot_bandwidth(rows: Sequence[Row], path: str | Path) -> None:
         own = [row for row in timed if row["provider"] == provider]
         at = [cases.index(row["case"]) + (i - (len(providers) - 1) / 2) * height for row in own]
         bars = axes.barh(at, [row["tb_per_s"] for row in own], height, label=provider)
-        axes.bar_label(bars, [f"{row['median_us']:.0f} us" for row in own], padding=2, fontsize=7)
+        labels = [f"{row['median_us']:.1f} us" for row in own]
+        axes.bar_label(bars, labels, label_type="center", color="white", fontsize=7)
     ceiling = timed[0]["read_ceiling_tb_per_s"]
     axes.axvline(ceiling, color="black", linestyle="--", label=f"read ceiling {ceiling} TB/s")
     axes.set_yticks(range(len(cases)), cases, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("TB/s of K and V, each byte counted once")
     axes.set_title(f"{timed[0]['op']}, {timed[0]['kv_cache_dtype']} KV cache, {timed[0]['gpu']}")
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(loc="outside lower center", ncols=len(providers) + 1, fontsize=8)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -30,6 +30,8 @@ from perf.baselines.triton_decode import (
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SMEM_BYTES = 232448  # SM90: 227 KiB a CTA
+# Triton releases differ by a spilled register or two; a spilled accumulator is hundreds of bytes.
+MAX_STACK_BYTES = 32
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -58,7 +60,7 @@ class Resources:
 
     @property
     def fits(self) -> bool:
-        return self.stack == 0 and self.shared <= SMEM_BYTES
+        return self.stack <= MAX_STACK_BYTES and self.shared <= SMEM_BYTES
 
 
 def search_space() -> list[DecodeConfig]:
@@ -146,7 +148,7 @@ def main(search: bool) -> None:
                 f"D {shape.head_size:3d} rows {shape.rows:3d} window {shape.window:5d} | "
                 f"block_n {config.block_n:3d} warps {config.num_warps} stages {config.num_stages}"
                 f" | registers {resources.registers:3d} stack {resources.stack:4d} "
-                f"shared {resources.shared:6d}{'' if resources.fits else '  does not fit'}"
+                f"shared {resources.shared:6d}{'' if resources.fits else '  spills or too large'}"
             )
 
 

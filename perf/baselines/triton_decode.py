@@ -6,7 +6,8 @@ over CTAs, a second kernel that combines the splits, no host synchronisation, V 
 `ldmatrix.trans`. Configurations are measured by `perf.baselines.tune` and kept in
 `triton_decode_configs.json`.
 
-Not built: softcap, a right window, ragged K/V, packed rows above 128.
+Not built: softcap, a right window, ragged K/V, packed rows above 128; TMA loads and programmatic
+dependent launch of the second kernel, which plain Triton attention kernels do not use either.
 """
 
 from __future__ import annotations

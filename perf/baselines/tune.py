@@ -124,6 +124,8 @@ def main(out: str, cases: tuple[str, ...], commit: str | None) -> None:
     entries, report = [], []
     for case in tqdm(chosen, unit="case"):
         ranked = tune_case(case, pool)
+        if math.isinf(ranked[0][0]):
+            raise click.ClickException(f"{case.name}: no configuration fits and is right")
         entries.append(table_entry(case, sm_count, ranked[0]))
         report.append(f"{case.name}: {len(ranked)} measured")
         report += [f"  {us:8.1f} us  {config}" for us, config in ranked[:3]]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from perf.compare import NotComparable, compare, differing_fields, main, pairs
+from perf.compare import NotComparable, WithoutTime, compare, differing_fields, main, pairs
 from perf.rows import write_rows
 from tests.perf.helpers import MACHINE, METHOD, SMALL, make_test_row
 
@@ -52,7 +52,7 @@ def test_every_differing_field_is_named():
 
 def test_a_row_without_a_time_is_not_compared():
     absent = make_test_row("vllm_fa4", median=None, status="not installed")
-    with pytest.raises(ValueError, match="vllm_fa4 has no time"):
+    with pytest.raises(WithoutTime, match="vllm_fa4 has no time: not installed"):
         compare(absent, make_test_row())
 
 
@@ -84,6 +84,15 @@ def test_cli_compares_providers_of_one_run(tmp_path):
     assert done.exit_code == 0
     assert "2.50" in done.output
     assert BASELINE in done.output
+
+
+def test_cli_counts_what_it_skips(tmp_path):
+    cases = [SMALL, replace(SMALL, batch=9)]
+    rows = [make_test_row(case=case) for case in cases]
+    rows += [make_test_row("vllm_fa4", case, None, "not installed") for case in cases]
+    done = run_cli(tmp_path, rows)
+    assert done.exit_code == 0
+    assert "skipped: vllm_fa4 has no time: not installed (2 cases)" in done.output
 
 
 def test_cli_refuses_runs_with_other_libraries(tmp_path):
