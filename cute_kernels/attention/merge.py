@@ -5,6 +5,9 @@ With LSE_a, LSE_b the natural-log sums of exponentials of the two parts,
     LSE = log(exp(LSE_a) + exp(LSE_b)),   O = exp(LSE_a - LSE) O_a + exp(LSE_b - LSE) O_b
 
 (section 2.2 of https://arxiv.org/abs/2501.01005). A sink belongs to one of the two parts.
+
+Eager calls on plain tensors go straight to the implementation; traced calls (torch.compile,
+export, fake tensors) go through the custom op ``torch.ops.cute_kernels.merge_attn_states``.
 """
 
 from __future__ import annotations
@@ -37,8 +40,25 @@ def merge_attn_states(
 
     Raises:
         ValueError: a wrong shape, dtype or device.
+        NotImplementedError: a traced call on tensors that need a gradient (no backward pass).
     """
-    _check(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+    arguments = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+    _check(*arguments)
+    if torch.compiler.is_compiling() or type(output) is not torch.Tensor:
+        _check_no_grad(*arguments)
+        torch.ops.cute_kernels.merge_attn_states(*arguments)
+    else:
+        _merge(*arguments)
+
+
+def _merge(
+    output: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output_lse: torch.Tensor | None,
+) -> None:
     prefix_lse = torch.where(prefix_lse == math.inf, -math.inf, prefix_lse)
     suffix_lse = torch.where(suffix_lse == math.inf, -math.inf, suffix_lse)
     top = torch.maximum(prefix_lse, suffix_lse)
@@ -83,3 +103,32 @@ def _check(
 def _refuse(name: str, x: torch.Tensor, accepted: str) -> None:
     given = f"{x.dtype} {tuple(x.shape)} on {x.device}"
     raise ValueError(f"merge_attn_states: {name}: got {given}; accepted: {accepted}")
+
+
+# ---- traced calls ------------------------------------------------------------------------------
+
+
+def _check_no_grad(*arguments: torch.Tensor | None) -> None:
+    """Autograd does not see into the traced op, so a graph through it would lose the gradient."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments):
+        raise NotImplementedError(
+            "merge_attn_states: got requires_grad=True (no backward pass); accepted in a traced "
+            "call: tensors without gradients, or a call under torch.no_grad()"
+        )
+
+
+_LIBRARY = torch.library.Library("cute_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "merge_attn_states(Tensor(a!) output, Tensor prefix_output, Tensor prefix_lse,"
+    " Tensor suffix_output, Tensor suffix_lse, Tensor(b!)? output_lse) -> ()"
+)
+
+
+def _op(*arguments: torch.Tensor | None) -> None:
+    # Again, because an exported graph may be fed other shapes than it was traced with.
+    _check(*arguments)
+    _merge(*arguments)
+
+
+_LIBRARY.impl("merge_attn_states", _op, "CompositeExplicitAutograd")
+torch.library.register_fake("cute_kernels::merge_attn_states", lambda *args: None, lib=_LIBRARY)
