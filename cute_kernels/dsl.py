@@ -146,10 +146,30 @@ def ld_global_nc_b32x4(address: Int64, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def ld_global_f32x4(address: Int64, *, loc=None, ip=None):
-    """Volatile in order, but without a memory clobber: several of these may be in flight."""
-    ptx = "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];"
+def ld_global_cg_f32x4(address: Int64, *, loc=None, ip=None):
+    """From L2, because other SMs wrote it in this launch. In program order, but without a memory
+    clobber: several of these may be in flight."""
+    ptx = "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];"
     return _asm([Float32] * 4, [address], ptx, "=f,=f,=f,=f,l", True, loc, ip)
+
+
+@dsl_user_op
+def ld_global_cg_f32(address: Int64, *, loc=None, ip=None):
+    """As ``ld_global_cg_f32x4``, one element."""
+    return _asm([Float32], [address], "ld.global.cg.f32 $0, [$1];", "=f,l", True, loc, ip)
+
+
+@dsl_user_op
+def ld_acquire_gpu_b32(address: Int64, *, loc=None, ip=None):
+    ptx = "ld.acquire.gpu.global.b32 $0, [$1];"
+    return _asm([Int32], [address], ptx, "=r,l,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def atomic_add_acq_rel_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
+    """Add to global memory; returns the value before."""
+    ptx = "atom.add.acq_rel.gpu.global.s32 $0, [$1], $2;"
+    return _asm([Int32], [address, x], ptx, "=r,l,r,~{memory}", True, loc, ip)
 
 
 @dsl_user_op
@@ -275,6 +295,24 @@ def shuffle_up_or_zero(x: Int32, distance: Int32, *, loc=None, ip=None):
     """The value ``distance`` lanes below, 0 where there is none (a step of a prefix sum)."""
     ptx = "{ .reg .pred p; shfl.sync.up.b32 $0|p, $1, $2, 0x0, 0xffffffff; @!p mov.b32 $0, 0; }"
     return _asm([Int32], [x, distance], ptx, "=&r,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def warp_sum_b32(x: Int32, *, loc=None, ip=None):
+    ptx = "redux.sync.add.s32 $0, $1, 0xffffffff;"
+    return _asm([Int32], [x], ptx, "=r,r", True, loc, ip)
+
+
+@dsl_user_op
+def warp_max_b32(x: Int32, *, loc=None, ip=None):
+    ptx = "redux.sync.max.s32 $0, $1, 0xffffffff;"
+    return _asm([Int32], [x], ptx, "=r,r", True, loc, ip)
+
+
+@dsl_user_op
+def warp_min_b32(x: Int32, *, loc=None, ip=None):
+    ptx = "redux.sync.min.s32 $0, $1, 0xffffffff;"
+    return _asm([Int32], [x], ptx, "=r,r", True, loc, ip)
 
 
 @dsl_user_op

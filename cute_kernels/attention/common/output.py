@@ -24,13 +24,13 @@ class Output(NamedTuple):
 class Partial(NamedTuple):
     """mO (slots, rows, head_size) float32, each part normalised; mLse (slots, rows), log2 units.
 
-    CTA c owns slots 2c (it continues an item) and 2c + 1 (it begins one). mMeta (2 batch + 2,)
-    int32 is the plan, see ``tile_schedule.stretch_of_cta``.
+    CTA c owns slots 2c (it continues an item) and 2c + 1 (it begins one). mCounter (ctas,) int32:
+    arrivals and departures of the CTAs that share the item which CTA c begins; 0 between launches.
     """
 
     mO: cute.Tensor
     mLse: cute.Tensor
-    mMeta: cute.Tensor
+    mCounter: cute.Tensor
 
 
 class FinalRow(NamedTuple):

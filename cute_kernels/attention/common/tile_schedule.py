@@ -5,7 +5,7 @@ Words: a *sequence* has ``q_len * group`` packed query rows per KV head, cut int
 ``tiles`` key tiles of 64 tokens (those that the sequence's window can see). Items are laid end to
 end and the resulting line of tiles is cut into equal stretches, one a CTA ("stream-K"). So a CTA
 takes the tail of one item, whole items, and the head of another: at most two partial results,
-whatever the lengths are, and no CTA waits for a long sequence.
+whatever the lengths are, and no CTA is left with a long sequence of its own.
 
 Nothing here reads the host: the same launch serves any lengths, which is what a captured graph
 needs. Every warp plans for itself with shuffles, because a broadcast would cost a barrier.
@@ -188,40 +188,71 @@ def _work(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr):
 
 
 class Stretch(NamedTuple):
-    """A CTA's tiles: it starts at tile ``tile`` of item ``item`` of sequence ``b``."""
+    """A CTA's tiles: it starts at tile ``tile`` of item ``item`` of sequence ``b``.
+
+    begin: where that is on the line of all ``total`` tiles, which ``ctas`` CTAs share.
+    """
 
     b: Int32
     item: Int32
     tile: Int32
     count: Int32
+    begin: Int32
+    total: Int32
+    ctas: Int32
+
+
+@cute.jit
+def _participants(
+    total: Int32, tiles: Int32, uniform: Int32, max_ctas: Int32, min_tiles: Int32
+) -> Int32:
+    """How many CTAs share the line.
+
+    CTAs with few tiles cost more in partial results than they save. Where all items are alike,
+    giving up at most an eighth of the CTAs can make stretches end where items do: no partial
+    results, and the heads of a page are read at the same time (H200, B64 S8192 32/4 D512: 128
+    CTAs take 486 us, 132 take 498).
+    """
+    limit = cutlass.max(cutlass.min(max_ctas, total // min_tiles), Int32(1))
+    ctas = limit
+    if (uniform != 0) & (tiles > 0):
+        items = total // tiles
+        candidate = cutlass.max(limit - cute.arch.lane_idx(), Int32(1))
+        fits = Int32(0)
+        if (items - items // candidate * candidate == 0) | (
+            candidate - candidate // items * items == 0
+        ):
+            fits = candidate
+        fits = dsl.warp_max_b32(fits)
+        if 8 * fits >= 7 * limit:
+            ctas = fits
+    return ctas
 
 
 @cute.jit
 def stretch_of_cta(
-    lengths: Lengths,
-    shape: Shape,
-    mMeta: cute.Tensor,
-    cta: Int32,
-    max_ctas: Int32,
-    writes_meta: cutlass.Boolean,
-    rows: cutlass.Constexpr,
+    lengths: Lengths, shape: Shape, cta: Int32, max_ctas: Int32, rows: cutlass.Constexpr
 ) -> Stretch:
-    """Where CTA ``cta`` of ``max_ctas`` starts and how many tiles it takes.
-
-    CTAs with few tiles cost more in partial results than they save: at most one CTA per
-    ``shape.min_tiles`` tiles takes part. The warp for which ``writes_meta`` holds leaves what the
-    combine kernel needs in mMeta: (first tile on the line, tiles of an item) per sequence, then
-    (all tiles, participating CTAs).
-    """
+    """Where CTA ``cta`` of ``max_ctas`` starts and how many tiles it takes."""
     lane = cute.arch.lane_idx()
     total = Int32(0)
+    most_work = Int32(0)
+    least_work = Int32(0x7FFFFFFF)
+    most_tiles = Int32(0)
     for base in cutlass.range(0, shape.batch, 32, unroll=1):
-        work, _ = _work(lengths, shape, base + lane, rows)
+        work, tiles = _work(lengths, shape, base + lane, rows)
         total = total + work
-    for step in cutlass.range_constexpr(5):
-        total = total + dsl.shuffle_xor_b32(total, Int32(1 << step))
+        most_tiles = cutlass.max(most_tiles, tiles)
+        most_work = cutlass.max(most_work, work)
+        if work > 0:
+            least_work = cutlass.min(least_work, work)
+    total = dsl.warp_sum_b32(total)
+    uniform = Int32(0)
+    if dsl.warp_max_b32(most_work) == dsl.warp_min_b32(least_work):
+        uniform = Int32(1)
+    most_tiles = dsl.warp_max_b32(most_tiles)
+    ctas = _participants(total, most_tiles, uniform, max_ctas, shape.min_tiles)
 
-    ctas = cutlass.max(cutlass.min(max_ctas, total // shape.min_tiles), Int32(1))
     quotient = total // ctas
     remainder = total - quotient * ctas
     begin = cta * quotient + cutlass.min(cta, remainder)
@@ -235,33 +266,23 @@ def stretch_of_cta(
     item = Int32(0)
     tile = Int32(0)
     line = Int32(0)
-    searching = Int32(1)
     base = Int32(0)
-    # CTA c describes sequences [32 c, 32 c + 32), then those 32 * max_ctas further on.
-    meta_turn = cta * 32
-    while (base < shape.batch) & ((searching != 0) | (meta_turn < shape.batch)):
+    searching = count
+    while (base < shape.batch) & (searching > 0):
         work, tiles = _work(lengths, shape, base + lane, rows)
         end = line + _inclusive_scan(work, lane)
-        if base == meta_turn:
-            meta_turn = meta_turn + 32 * max_ctas
-            if writes_meta & (base + lane < shape.batch):
-                mMeta[2 * (base + lane)] = end - work
-                mMeta[2 * (base + lane) + 1] = tiles
         owner = dsl.count_le(end, begin)
         owner_lane = cutlass.min(owner, Int32(31))
         owner_tiles = dsl.shuffle_from_lane(tiles, owner_lane)
         offset = begin - dsl.shuffle_from_lane(end - work, owner_lane)
-        if (searching != 0) & (owner < 32):
+        if owner < 32:
             searching = Int32(0)
             b = base + owner
             item = offset // owner_tiles
             tile = offset - item * owner_tiles
         line = dsl.shuffle_from_lane(end, Int32(31))
         base = base + 32
-    if writes_meta & (cta == 0) & (lane == 0):
-        mMeta[2 * shape.batch] = total
-        mMeta[2 * shape.batch + 1] = ctas
-    return Stretch(b, item, tile, count)
+    return Stretch(b, item, tile, count, begin, total, ctas)
 
 
 @cute.jit

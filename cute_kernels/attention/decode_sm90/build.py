@@ -22,6 +22,7 @@ _POINTEES = {
     "used_k": (Int32, 4),
     "cu_k": (Int32, 4),
     "table": (Int32, 4),
+    "counters": (Int32, 4),
 }
 
 

@@ -22,6 +22,7 @@ from cute_kernels.attention.common.tile_schedule import (
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
+from cute_kernels.attention.decode_sm90.fixup import Fixup, no_item, shared_item
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
 from cute_kernels.attention.decode_sm90.tile_math import TileMath
 
@@ -35,7 +36,7 @@ class Scales(NamedTuple):
     softcap: Float32
 
 
-class Consumer(QueryLoading, TileMath, Epilogue):
+class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
     @cute.jit
     def publish_visible(self, seq: Sequence, chunk: Chunk):
         """Table of the key range each row sees; rows past the chunk see nothing."""
@@ -59,6 +60,7 @@ class Consumer(QueryLoading, TileMath, Epilogue):
         partial: Partial,
         stretch: Stretch,
         cta: Int32,
+        ctas: Int32,
     ):
         """The consumer's walk over the CTA's stretch: one segment (part of an item) a turn."""
         config, shape = self.config, self.shape
@@ -68,6 +70,11 @@ class Consumer(QueryLoading, TileMath, Epilogue):
         rS = cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32)
         rQ = cute.make_rmem_tensor((1 if config.uses_wgmma else config.head_size // 8,), Int32)
         rScale = cute.make_rmem_tensor((2,), Float32)
+        if const_expr(not config.loader_only):
+            # before the first tile arrives, so it costs nothing
+            self.write_rows_without_keys(output, lengths, cta, ctas)
+        continued = no_item()
+        begun = no_item()
         done = Int32(0)
         b, item, tile = stretch.b, stretch.item, stretch.tile
         slot = Int32(0)
@@ -133,10 +140,21 @@ class Consumer(QueryLoading, TileMath, Epilogue):
                 if segment.count == seq.tiles:
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
                 else:
-                    part = 2 * cta
+                    line_start = stretch.begin + done - tile
+                    shared = shared_item(stretch, segment.b, item, line_start, seq.tiles)
+                    slot_out = 2 * cta
                     if tile == 0:
-                        part = part + 1
-                    self.write_partial(partial, acc, state, v_scale, chunk, part)
+                        slot_out = slot_out + 1
+                        begun = shared
+                    else:
+                        continued = shared
+                    self.write_partial(partial, acc, state, v_scale, chunk, slot_out)
+                    self.arrive(partial, shared)
             done = done + segment.count
             tile = Int32(0)
             b, item = next_item(segment, shape)
+        if const_expr(not config.loader_only):
+            if continued.b >= 0:
+                self.finish(output, partial, lengths, continued, cta)
+            if begun.b >= 0:
+                self.finish(output, partial, lengths, begun, cta)

@@ -6,9 +6,8 @@ the variant's ``box_tokens``. A ragged K or V (total_k, kv_heads, D) is one page
 
 One CTA is a producer warp and a consumer warpgroup around a ring of 64-token tiles in shared
 memory: the producer loads K and V by TMA, the consumers convert to fp16 in registers and multiply
-(consumer.py says how). Work is dealt in equal stretches of tiles (common/tile_schedule.py), and
-items that end up in several CTAs are finished by the combine kernel (../combine/), launched here
-too, overlapping this kernel's tail by programmatic dependent launch.
+(consumer.py says how). Work is dealt in equal stretches of tiles (common/tile_schedule.py); an item
+that several CTAs share is finished by them together at the end of the same launch (fixup.py).
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from cute_kernels.attention.combine.config import combine_config
-from cute_kernels.attention.combine.kernel import Combine
 from cute_kernels.attention.common.output import Output, Partial
 from cute_kernels.attention.common.tile_schedule import (
     Lengths,
@@ -45,6 +42,8 @@ from cute_kernels.attention.decode_sm90.producer import (
 
 Q_TYPES = {"bf16": BFloat16, "fp16": Float16}
 PRODUCER_WARP = 4
+# CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
+COOPERATIVE = True
 
 
 class Addresses(NamedTuple):
@@ -62,6 +61,7 @@ class Addresses(NamedTuple):
     used_k: cute.Pointer
     cu_k: cute.Pointer
     table: cute.Pointer
+    counters: cute.Pointer
 
 
 class Strides(NamedTuple):
@@ -87,8 +87,7 @@ class Strides(NamedTuple):
 class Sizes(NamedTuple):
     """batch sequences, total_q tokens, kv_heads, group; the cache's pages and page_size.
 
-    max_chunks bounds the row chunks of one sequence (the combine grid). paged and has_used say
-    which length and page operands are present.
+    paged and has_used say which length and page operands are present.
     """
 
     batch: Int32
@@ -101,14 +100,10 @@ class Sizes(NamedTuple):
     table_width: Int32
     paged: Int32
     has_used: Int32
-    max_chunks: Int32
 
 
 class Scalars(NamedTuple):
-    """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid.
-
-    combine_wide chooses the combine kernel for few rows with many parts.
-    """
+    """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid."""
 
     softmax_scale: Float32
     softcap: Float32
@@ -116,7 +111,6 @@ class Scalars(NamedTuple):
     window_right: Int32
     ctas: Int32
     min_tiles: Int32
-    combine_wide: Int32
 
 
 class DecodeSm90:
@@ -213,7 +207,7 @@ class DecodeSm90:
             sizes.page_size,
             sizes.paged,
         )
-        partial = self._workspace(mWorkspace, scalars.ctas, sizes.batch)
+        partial = self._workspace(mWorkspace, at.counters, scalars.ctas)
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
                 Float16,
@@ -230,36 +224,19 @@ class DecodeSm90:
             stream=stream,
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
+            cooperative=COOPERATIVE,
         )
-        if const_expr(not config.loader_only):
-            narrow = combine_config(D, config.rows, wide=False)
-            wide = combine_config(D, config.rows, wide=True)
-            if scalars.combine_wide != 0:
-                self._combine(wide, lengths, shape, output, partial, sizes.max_chunks, stream)
-            else:
-                self._combine(narrow, lengths, shape, output, partial, sizes.max_chunks, stream)
 
-    def _workspace(self, mWorkspace: cute.Tensor, ctas: Int32, batch: Int32) -> Partial:
+    def _workspace(self, mWorkspace: cute.Tensor, counters: cute.Pointer, ctas: Int32) -> Partial:
         """Cut the float32 workspace (op.py sizes it) into its parts."""
         rows, D = self.config.rows, self.config.head_size
         slots = 2 * ctas
         base = mWorkspace.iterator
         lse = base + Int64(slots) * (rows * D)
-        meta = lse + Int64(slots) * rows
         return Partial(
             cute.make_tensor(base, cute.make_layout((slots, rows, D), stride=(rows * D, D, 1))),
             cute.make_tensor(lse, cute.make_layout((slots, rows), stride=(rows, 1))),
-            cute.make_tensor(cute.recast_ptr(meta, dtype=Int32), cute.make_layout(2 * batch + 2)),
-        )
-
-    @cute.jit
-    def _combine(self, combine, lengths, shape, output, partial, max_chunks, stream):
-        items = shape.batch * max_chunks * shape.kv_heads
-        Combine(combine).kernel(lengths, shape, output, partial, max_chunks).launch(
-            grid=(items, combine.rows, combine.slices),
-            block=(combine.threads, 1, 1),
-            stream=stream,
-            use_pdl=True,
+            cute.make_tensor(counters, cute.make_layout(ctas)),
         )
 
     @cute.kernel
@@ -290,8 +267,7 @@ class DecodeSm90:
                 cute.arch.mbarrier_init(ring.empty + slot, 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
-        stretch = stretch_of_cta(lengths, shape, partial.mMeta, cta, ctas, warp == 0, config.rows)
+        stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
         if warp >= PRODUCER_WARP:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -302,7 +278,7 @@ class DecodeSm90:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(config.consumer_registers)
             consumer = Consumer(config, mma, shape, ring, smem, scales.softcap)
-            consumer.run(mQ, scales, lengths, output, partial, stretch, cta)
+            consumer.run(mQ, scales, lengths, output, partial, stretch, cta, ctas)
 
     def _allocate(self):
         config = self.config

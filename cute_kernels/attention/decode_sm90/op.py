@@ -5,10 +5,13 @@ No DSL import at module level: ``can_run`` serves planners and CPU-only machines
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from cute_kernels.arch import device_arch
 from cute_kernels.attention.arguments import AttentionProblem
+from cute_kernels.attention.common.counters import counters_for
 from cute_kernels.attention.decode_sm90.config import (
     HEAD_SIZES,
     TILE_TOKENS,
@@ -56,13 +59,13 @@ def can_run(problem: AttentionProblem) -> str | None:
         return f"head size {head_size}, the kernel has {HEAD_SIZES}"
     if problem.block_table is not None and box_tokens_for_page(k.shape[1]) is None:
         return f"block size {k.shape[1]}, the kernel reads multiples of 16"
-    for name, cache in (("k", k), ("v", problem.v)):
-        if cache.data_ptr() % 16:
+    for name, side in (("k", k), ("v", problem.v)):
+        if side.data_ptr() % 16:
             return f"{name} at an address that is no multiple of 16"
-        for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True):
+        for size, stride in zip(side.shape[:-1], side.stride()[:-1], strict=True):
             if size > 1 and stride % 16:
                 return (
-                    f"{name} with strides {cache.stride()}, the kernel needs multiples of 16 bytes"
+                    f"{name} with strides {side.stride()}, the kernel needs multiples of 16 bytes"
                 )
     if problem.deterministic:
         return "deterministic=True, the kernel's splits follow the whole batch"
@@ -112,22 +115,16 @@ def _launch(problem: AttentionProblem, out, lse, index: int) -> None:
     group = heads // kv_heads
     batch = problem.cu_seqlens_q.shape[0] - 1
     page_size = k.shape[1] if paged else k.shape[0]
-    box = box_tokens_for_page(page_size) if paged else TILE_TOKENS
-    packed_rows = problem.max_seqlen_q * group
-    config = make_config(
-        head_size, row_bucket(head_size, packed_rows), _Q_DTYPE_NAMES[q.dtype], box
-    )
+    config = _config(head_size, problem.max_seqlen_q * group, q.dtype, page_size if paged else None)
     arch = device_arch(index)
     ctas = arch.sm_count * config.ctas_per_sm
-    max_chunks = -(-packed_rows // config.rows)
     workspace = torch.empty(
-        2 * ctas * config.rows * (head_size + 1) + 2 * batch + 2,
-        dtype=torch.float32,
-        device=q.device,
+        2 * ctas * config.rows * (head_size + 1), dtype=torch.float32, device=q.device
     )
+    counters = counters_for(q.device, torch.cuda.current_stream().cuda_stream, ctas)
     compiled(config, arch.target)(
         workspace,
-        _addresses(problem, q, k, v, target_out, lse),
+        _addresses(problem, q, k, v, target_out, lse, counters),
         _strides(problem, q, k, v, target_out),
         (
             batch,
@@ -140,7 +137,6 @@ def _launch(problem: AttentionProblem, out, lse, index: int) -> None:
             problem.block_table.shape[1] if paged else 1,
             int(paged),
             int(problem.seqused_k is not None),
-            max_chunks,
         ),
         (
             problem.softmax_scale,
@@ -149,18 +145,25 @@ def _launch(problem: AttentionProblem, out, lse, index: int) -> None:
             UNLIMITED if problem.window_right < 0 else problem.window_right,
             ctas,
             max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes)),
-            int(batch * max_chunks * kv_heads * config.rows <= arch.sm_count),
         ),
     )
     if target_out is not out:
         out.copy_(target_out)
 
 
+@cache
+def _config(
+    head_size: int, packed_rows: int, q_dtype: torch.dtype, page_size: int | None
+) -> DecodeConfig:
+    box = TILE_TOKENS if page_size is None else box_tokens_for_page(page_size)
+    return make_config(head_size, row_bucket(head_size, packed_rows), _Q_DTYPE_NAMES[q_dtype], box)
+
+
 def _address(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _addresses(problem: AttentionProblem, q, k, v, out, lse) -> tuple[int, ...]:
+def _addresses(problem: AttentionProblem, q, k, v, out, lse, counters) -> tuple[int, ...]:
     return (
         q.data_ptr(),
         k.data_ptr(),
@@ -174,6 +177,7 @@ def _addresses(problem: AttentionProblem, q, k, v, out, lse) -> tuple[int, ...]:
         _address(problem.seqused_k),
         _address(problem.cu_seqlens_k),
         _address(problem.block_table),
+        counters.data_ptr(),
     )
 
 

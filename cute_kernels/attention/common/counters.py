@@ -1,0 +1,65 @@
+"""Counters that are zero between launches: device memory that kernels share with nobody.
+
+A kernel whose CTAs wait for each other counts arrivals in global memory and clears the counters
+itself. They must be zero before the first launch, and two launches that can run at the same time
+must not share them. So each (device, stream) has its own slice for eager calls, and each call
+recorded in a CUDA graph gets a slice of its own that is never handed out again: graphs captured on
+one stream may be replayed on several.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+# Slices of 2 KiB (528 CTAs) for 2000 recorded calls fit one arena.
+_ARENA_COUNTERS = 1 << 20
+
+
+class CounterArena:
+    """Hands out zeroed int32 slices of one device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._lock = threading.Lock()
+        self._arena: torch.Tensor | None = None
+        self._used = 0
+        self._by_stream: dict[tuple[int, int], torch.Tensor] = {}
+
+    def slice_for(self, stream: int, count: int) -> torch.Tensor:
+        """``count`` zeroed counters for a launch on the raw stream handle ``stream``."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            found = self._by_stream.get((stream, count))
+            if found is not None:
+                return found
+        with self._lock:
+            counters = self._cut(count, capturing)
+            if not capturing:
+                counters = self._by_stream.setdefault((stream, count), counters)
+        return counters
+
+    def _cut(self, count: int, capturing: bool) -> torch.Tensor:
+        if self._arena is None or self._used + count > self._arena.numel():
+            if capturing:
+                # An allocation made now belongs to the graph: it is zeroed by each replay.
+                return torch.zeros(count, dtype=torch.int32, device=self._device)
+            self._arena = torch.zeros(_ARENA_COUNTERS, dtype=torch.int32, device=self._device)
+            self._used = 0
+            # Other streams may use their slices at once.
+            torch.cuda.synchronize(self._device)
+        counters = self._arena[self._used : self._used + count]
+        self._used += count
+        return counters
+
+
+_ARENAS: dict[int, CounterArena] = {}
+
+
+def counters_for(device: torch.device, stream: int, count: int) -> torch.Tensor:
+    """Zeroed int32 counters for one launch; see ``CounterArena``."""
+    arena = _ARENAS.get(device.index)
+    if arena is None:
+        arena = _ARENAS.setdefault(device.index, CounterArena(device))
+    return arena.slice_for(stream, count)

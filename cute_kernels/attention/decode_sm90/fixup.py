@@ -1,0 +1,271 @@
+"""Finishing items that several CTAs share, in the launch that computed them.
+
+Each CTA of an item leaves its part (a normalised float32 row and its LSE in log2 units per query
+row), arrives at the item's counter, and goes on. When its stretch is done it waits until all parts
+of the item have arrived, and then combines its own share of the output: the elements of all rows,
+dealt in blocks of four over the item's CTAs. So the combination is spread over all SMs, and no
+second launch waits for the slowest CTA.
+
+Waiting for others is safe because all CTAs are resident: the grid is what the device holds at
+once, and a cooperative launch refuses anything else. A part's order decides the order of
+additions, not the order of arrival: the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_kernels import dsl
+from cute_kernels.attention.common.output import (
+    Output,
+    Partial,
+    finish_row,
+    output_address,
+    pack_output,
+    sink_of_head,
+    store_lse,
+)
+from cute_kernels.attention.common.tile_schedule import (
+    Chunk,
+    Lengths,
+    Stretch,
+    cta_of_tile,
+    query_token,
+    segment_at,
+    sequence,
+)
+from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
+from cute_kernels.attention.decode_sm90.lane import ConsumerLane
+
+# Loads of a thread in flight while it combines.
+_BATCH = 8
+# Threads that read one part's row side by side: 8 times 16 bytes are a whole line.
+_MIN_WIDTH = 8
+
+
+class SharedItem(NamedTuple):
+    """An item that CTAs first .. first + parts - 1 share; b < 0 means there is none."""
+
+    b: Int32
+    item: Int32
+    first: Int32
+    parts: Int32
+
+
+def no_item() -> SharedItem:
+    return SharedItem(Int32(-1), Int32(0), Int32(0), Int32(0))
+
+
+@cute.jit
+def shared_item(
+    stretch: Stretch, b: Int32, item: Int32, line_start: Int32, tiles: Int32
+) -> SharedItem:
+    """Who shares the item whose tiles start at ``line_start``."""
+    first = cta_of_tile(line_start, stretch.total, stretch.ctas)
+    last = cta_of_tile(line_start + tiles - 1, stretch.total, stretch.ctas)
+    return SharedItem(b, item, first, last - first + 1)
+
+
+@cute.jit
+def slot_of_part(first: Int32, part: Int32) -> Int32:
+    """Slot of an item's part: its first CTA begins the item there, the others continue it."""
+    slot = 2 * (first + part)
+    if part == 0:
+        slot = slot + 1
+    return slot
+
+
+class Fixup(ConsumerLane):
+    @cute.jit
+    def arrive(self, partial: Partial, shared: SharedItem):
+        """Tell the item's CTAs that this part has been written."""
+        cute.arch.fence_acq_rel_gpu()
+        self.barrier()
+        if self.tid == 0:
+            counter = partial.mCounter.iterator + shared.first
+            dsl.atomic_add_acq_rel_gpu(counter.toint(), Int32(1))
+
+    @cute.jit
+    def finish(
+        self, output: Output, partial: Partial, lengths: Lengths, shared: SharedItem, cta: Int32
+    ):
+        """Wait for the item's parts, then combine this CTA's share of it."""
+        counter = (partial.mCounter.iterator + shared.first).toint()
+        if self.tid == 0:
+            while dsl.ld_acquire_gpu_b32(counter) < shared.parts:
+                pass
+        self.barrier()
+        segment = segment_at(
+            lengths, self.shape, shared.b, shared.item, Int32(0), Int32(1), self.config.rows
+        )
+        self._combine_share(output, partial, shared, segment.chunk, segment, cta - shared.first)
+        self.barrier()
+        if self.tid == 0:
+            # The last to leave finds 2 * parts - 1 and clears the counter for the next launch.
+            before = dsl.atomic_add_acq_rel_gpu(counter, Int32(1))
+            if before == 2 * shared.parts - 1:
+                dsl.st_global_b32(counter, Int32(0))
+
+    @cute.jit
+    def _combine_share(
+        self,
+        output: Output,
+        partial: Partial,
+        shared: SharedItem,
+        chunk: Chunk,
+        segment,
+        part: Int32,
+    ):
+        row_blocks = self.config.head_size // 4
+        blocks = (chunk.rows_end - chunk.first_row) * row_blocks
+        share = (blocks + shared.parts - 1) // shared.parts
+        begin = part * share
+        end = cutlass.min(begin + share, blocks)
+        # Threads side by side take neighbouring blocks; the rest of the warpgroup splits the parts.
+        width = Int32(WARPGROUP_THREADS)
+        while (width > _MIN_WIDTH) & (width >= 2 * share):
+            width = width >> 1
+        groups = WARPGROUP_THREADS // width
+        group = self.tid // width
+        for base in cutlass.range(begin, end, width, unroll=1):
+            block = base + self.tid - group * width
+            live = block < end
+            block = cutlass.min(block, end - 1)
+            row = block // row_blocks
+            element = 4 * (block - row * row_blocks)
+            state = self._combine_parts(partial, shared, row, element, group, groups)
+            state = self._merge_groups(state, width, group, groups)
+            if live & (group == 0):
+                self._write_block(output, chunk, segment, row, element, state)
+
+    @cute.jit
+    def _combine_parts(
+        self,
+        partial: Partial,
+        shared: SharedItem,
+        row: Int32,
+        element: Int32,
+        group: Int32,
+        groups: Int32,
+    ):
+        """(maximum, sum, four elements) over parts group, group + groups, ..."""
+        rows, head_size = self.config.rows, self.config.head_size
+        base_o = partial.mO.iterator.toint() + (row * head_size + element) * 4
+        base_lse = partial.mLse.iterator.toint() + row * 4
+        top = Float32(dsl.NEG_INF)
+        total = Float32(0.0)
+        o0 = Float32(0.0)
+        o1 = Float32(0.0)
+        o2 = Float32(0.0)
+        o3 = Float32(0.0)
+        for first in cutlass.range(group, shared.parts, groups * _BATCH, unroll=1):
+            lse = []
+            values = []
+            for i in cutlass.range_constexpr(_BATCH):
+                part = first + i * groups
+                slot = slot_of_part(shared.first, cutlass.min(part, shared.parts - 1))
+                lse.append(dsl.ld_global_cg_f32(base_lse + Int64(slot) * (rows * 4)))
+                values.append(dsl.ld_global_cg_f32x4(base_o + Int64(slot) * (rows * head_size * 4)))
+            new_top = top
+            masked = []
+            for i in cutlass.range_constexpr(_BATCH):
+                weight_lse = Float32(dsl.NEG_INF)
+                if first + i * groups < shared.parts:
+                    weight_lse = lse[i]
+                masked.append(weight_lse)
+                new_top = dsl.fmax(new_top, weight_lse)
+            reference = new_top
+            if new_top == dsl.NEG_INF:
+                reference = Float32(0.0)
+            keep = dsl.exp2(top - reference)
+            total = total * keep
+            o0 = o0 * keep
+            o1 = o1 * keep
+            o2 = o2 * keep
+            o3 = o3 * keep
+            for i in cutlass.range_constexpr(_BATCH):
+                weight = dsl.exp2(masked[i] - reference)
+                total = total + weight
+                o0 = o0 + weight * values[i][0]
+                o1 = o1 + weight * values[i][1]
+                o2 = o2 + weight * values[i][2]
+                o3 = o3 + weight * values[i][3]
+            top = new_top
+        return top, total, o0, o1, o2, o3
+
+    @cute.jit
+    def _merge_groups(self, state, width: Int32, group: Int32, groups: Int32):
+        """Group 0 gathers what the other groups of threads found for its blocks.
+
+        Uses the ring's memory: every tile has been read, and no TMA load is outstanding.
+        """
+        top, total, o0, o1, o2, o3 = state
+        if groups > 1:
+            values = self.ring.base.toint() + self.tid * 16
+            sums = self.ring.base.toint() + WARPGROUP_THREADS * 16 + self.tid * 8
+            dsl.st_shared_f32x4(values, o0, o1, o2, o3)
+            dsl.st_shared_f32x2(sums, top, total)
+            self.barrier()
+            if group == 0:
+                for other in cutlass.range(1, groups, unroll=1):
+                    y = dsl.ld_shared_f32x4(values + other * width * 16)
+                    other_top, other_total = dsl.ld_shared_f32x2(sums + other * width * 8)
+                    new_top = dsl.fmax(top, other_top)
+                    reference = new_top
+                    if new_top == dsl.NEG_INF:
+                        reference = Float32(0.0)
+                    mine = dsl.exp2(top - reference)
+                    theirs = dsl.exp2(other_top - reference)
+                    total = total * mine + other_total * theirs
+                    o0 = o0 * mine + y[0] * theirs
+                    o1 = o1 * mine + y[1] * theirs
+                    o2 = o2 * mine + y[2] * theirs
+                    o3 = o3 * mine + y[3] * theirs
+                    top = new_top
+            self.barrier()
+        return top, total, o0, o1, o2, o3
+
+    @cute.jit
+    def _write_block(
+        self, output: Output, chunk: Chunk, segment, row: Int32, element: Int32, state
+    ):
+        top, total, o0, o1, o2, o3 = state
+        shape = self.shape
+        packed_row = chunk.first_row + row
+        token = query_token(shape, packed_row)
+        query_head = segment.head * shape.group + packed_row - token * shape.group
+        token = token + segment.seq.q_start
+        final = finish_row(top, total, sink_of_head(output, query_head), Float32(1.0))
+        dsl.st_global_b32x2(
+            output_address(output, token, query_head, element),
+            pack_output(output.mO, o0 * final.factor, o1 * final.factor),
+            pack_output(output.mO, o2 * final.factor, o3 * final.factor),
+        )
+        if element == 0:
+            store_lse(output, token, query_head, final.lse)
+
+    @cute.jit
+    def write_rows_without_keys(self, output: Output, lengths: Lengths, cta: Int32, ctas: Int32):
+        """Rows of sequences that have no tile: output 0, LSE the sink or -inf."""
+        heads = self.shape.kv_heads * self.shape.group
+        for b in cutlass.range(cta, self.shape.batch, ctas, unroll=1):
+            seq = sequence(lengths, self.shape, b, self.config.rows)
+            blocks = seq.q_len * heads * (self.config.head_size // 4)
+            if seq.tiles > 0:
+                blocks = Int32(0)
+            for block in cutlass.range(self.tid, blocks, WARPGROUP_THREADS, unroll=1):
+                row = block // (self.config.head_size // 4)
+                element = 4 * (block - row * (self.config.head_size // 4))
+                token = row // heads
+                query_head = row - token * heads
+                token = token + seq.q_start
+                zero = Int32(0)
+                dsl.st_global_b32x2(output_address(output, token, query_head, element), zero, zero)
+                if element == 0:
+                    sink = sink_of_head(output, query_head)
+                    final = finish_row(Float32(dsl.NEG_INF), Float32(0.0), sink, Float32(1.0))
+                    store_lse(output, token, query_head, final.lse)
