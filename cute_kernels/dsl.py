@@ -166,6 +166,13 @@ def ld_acquire_gpu_b32(address: Int64, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def red_add_release_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
+    """Add to global memory without waiting for the old value."""
+    ptx = "red.add.release.gpu.global.s32 [$0], $1;"
+    _asm([], [address, x], ptx, "l,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def atomic_add_acq_rel_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
     """Add to global memory; returns the value before."""
     ptx = "atom.add.acq_rel.gpu.global.s32 $0, [$1], $2;"

@@ -71,6 +71,11 @@ class DecodeConfig:
         return self.rows >= 16
 
     @property
+    def step_tiles(self) -> int:
+        """Tiles that share one softmax exchange: small tiles are bound by its latency."""
+        return 2 if self.head_size <= 128 and self.rows <= 16 else 1
+
+    @property
     def threads(self) -> int:
         return WARPGROUP_THREADS + (WARPGROUP_THREADS if self.consumer_registers else 32)
 
@@ -83,10 +88,10 @@ def smem_bytes(config: DecodeConfig) -> int:
     """Shared memory of one CTA, alignment padding included (what the allocator will ask for)."""
     rows, head_size = config.rows, config.head_size
     ring = config.stages * config.stage_bytes
-    probabilities = rows * TILE_TOKENS * 2
+    probabilities = config.step_tiles * rows * TILE_TOKENS * 2
     queries = rows * head_size * 2 if config.uses_wgmma else 0
-    # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|
-    tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4)
+    # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items
+    tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4) + 64
     barriers = 2 * 8 * config.stages
     return ring + probabilities + queries + tables + barriers + 3 * 1024
 
@@ -115,8 +120,8 @@ _RESIDENCY = {
     (128, 16): (2, 0),
     (128, 32): (2, 0),
     (128, 64): (2, 216),
-    (64, 8): (4, 0),
-    (64, 16): (4, 0),
+    (64, 8): (2, 0),
+    (64, 16): (2, 0),
     (64, 32): (3, 0),
     (64, 64): (2, 216),
 }

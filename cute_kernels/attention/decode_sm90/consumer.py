@@ -22,7 +22,7 @@ from cute_kernels.attention.common.tile_schedule import (
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
-from cute_kernels.attention.decode_sm90.fixup import Fixup, no_item, shared_item
+from cute_kernels.attention.decode_sm90.fixup import Fixup
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
 from cute_kernels.attention.decode_sm90.tile_math import TileMath
 
@@ -34,6 +34,29 @@ class Scales(NamedTuple):
     mV: cute.Tensor
     softmax_scale: Float32
     softcap: Float32
+
+
+class Position(NamedTuple):
+    """A ring slot, and the phase of its ``full`` barrier that says the tile has arrived."""
+
+    slot: Int32
+    phase: Int32
+
+
+class TileOfStep(NamedTuple):
+    """One tile of a step: its index, whether the step has it, and where K and V are."""
+
+    index: Int32
+    live: Int32
+    k: Position
+    v: Position
+
+
+class View(NamedTuple):
+    """Keys [low, high) that every row of the chunk sees: tiles inside need no mask."""
+
+    low: Int32
+    high: Int32
 
 
 class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
@@ -49,6 +72,58 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
             if row >= chunk.rows_end:
                 high = Int32(0)
             dsl.st_shared_b32x2(self.smem.visible + self.tid * 8, low, high)
+
+    def after(self, at: Position) -> Position:
+        """The ring position behind ``at``."""
+        slot = at.slot + 1
+        wrapped = slot == self.config.stages
+        return Position(cutlass.select_(wrapped, Int32(0), slot), at.phase ^ cutlass.Int32(wrapped))
+
+    @cute.jit
+    def discard(self, at: Position):
+        cute.arch.mbarrier_wait(self.ring.full + at.slot, at.phase)
+        self.release(at.slot)
+
+    def view_of(self, seq: Sequence, chunk: Chunk) -> View:
+        own = seq.used - seq.q_len
+        own_first = own + query_token(self.shape, chunk.first_row)
+        own_last = own + query_token(self.shape, chunk.rows_end - 1)
+        return View(
+            cutlass.max(own_last - self.shape.window_left, Int32(0)),
+            cutlass.min(own_first + self.shape.window_right + 1, seq.used),
+        )
+
+    @cute.jit
+    def score_tile(
+        self, rS: cute.Tensor, rQ: cute.Tensor, rScale: cute.Tensor, tile: TileOfStep, view: View
+    ):
+        """Masked log2-domain scores of one tile, -inf where the step lacks it."""
+        if tile.live != 0:
+            first_token = tile.index * TILE_TOKENS
+            masked = Int32(0)
+            if (first_token < view.low) | (first_token + TILE_TOKENS > view.high):
+                masked = Int32(1)
+            self.scores(rS, rQ, tile.k.slot, tile.k.phase)
+            self.scale_and_mask(rS, rScale, tile.index, masked)
+        else:
+            for i in cutlass.range_constexpr(4 * self.row_blocks):
+                rS[i] = Float32(dsl.NEG_INF)
+
+    @cute.jit
+    def add_values(
+        self,
+        acc: cute.Tensor,
+        tile: TileOfStep,
+        place: cutlass.Constexpr,
+        seq: Sequence,
+        low: Int32,
+    ):
+        if tile.live != 0:
+            cute.arch.mbarrier_wait(self.ring.full + tile.v.slot, tile.v.phase)
+            first_token = tile.index * TILE_TOKENS
+            if (first_token < low) | (first_token + TILE_TOKENS > seq.used):
+                self.clear_dead_values(seq, low, tile.index, tile.v.slot)
+            self.values(acc, tile.v.slot, place)
 
     @cute.jit
     def run(
@@ -67,14 +142,17 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
         if const_expr(config.uses_wgmma):
             self.mma.set(warpgroup.Field.ACCUMULATE, True)
         acc, state = self.make_state()
-        rS = cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32)
+        scores = [
+            cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32)
+            for _ in range(config.step_tiles)
+        ]
         rQ = cute.make_rmem_tensor((1 if config.uses_wgmma else config.head_size // 8,), Int32)
         rScale = cute.make_rmem_tensor((2,), Float32)
         if const_expr(not config.loader_only):
             # before the first tile arrives, so it costs nothing
             self.write_rows_without_keys(output, lengths, cta, ctas)
-        continued = no_item()
-        begun = no_item()
+        continued = Int32(0)
+        begun = Int32(0)
         done = Int32(0)
         b, item, tile = stretch.b, stretch.item, stretch.tile
         slot = Int32(0)
@@ -98,63 +176,50 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                 self.publish_visible(seq, chunk)
                 self.reset(acc, state)
                 self.barrier()
-            # Tiles that every row sees whole need no mask; V is cleared only where a tile holds
-            # tokens that no row may see.
-            own_first = seq.used - seq.q_len + query_token(shape, chunk.first_row)
-            own_last = seq.used - seq.q_len + query_token(shape, chunk.rows_end - 1)
-            all_see_from = cutlass.max(own_last - shape.window_left, Int32(0))
-            all_see_to = cutlass.min(own_first + shape.window_right + 1, seq.used)
-            for t in cutlass.range(chunk.tile_begin, chunk.tile_end, unroll=1):
-                k_slot = slot
-                k_phase = phase
-                slot = slot + 1
-                if slot == config.stages:
-                    slot = Int32(0)
-                    phase = phase ^ 1
-                v_slot = slot
-                v_phase = phase
-                slot = slot + 1
-                if slot == config.stages:
-                    slot = Int32(0)
-                    phase = phase ^ 1
+            view = self.view_of(seq, chunk)
+            for t in cutlass.range(chunk.tile_begin, chunk.tile_end, config.step_tiles, unroll=1):
+                tiles = []
+                for i in cutlass.range_constexpr(config.step_tiles):
+                    k_at = Position(slot, phase)
+                    v_at = self.after(k_at)
+                    # the last step may have one tile less
+                    live = Int32(1)
+                    if const_expr(i > 0):
+                        if t + i >= chunk.tile_end:
+                            live = Int32(0)
+                    if live != 0:
+                        slot, phase = self.after(v_at)
+                    tiles.append(TileOfStep(t + i, live, k_at, v_at))
                 if const_expr(config.loader_only):
-                    cute.arch.mbarrier_wait(self.ring.full + k_slot, k_phase)
-                    self.release(k_slot)
-                    cute.arch.mbarrier_wait(self.ring.full + v_slot, v_phase)
-                    self.release(v_slot)
+                    for i in cutlass.range_constexpr(config.step_tiles):
+                        if tiles[i].live != 0:
+                            self.discard(tiles[i].k)
+                            self.discard(tiles[i].v)
                 else:
-                    first_token = t * TILE_TOKENS
-                    end_token = first_token + TILE_TOKENS
-                    masked = Int32(0)
-                    if (first_token < all_see_from) | (end_token > all_see_to):
-                        masked = Int32(1)
-                    self.scores(rS, rQ, k_slot, k_phase)
-                    self.scale_and_mask(rS, rScale, t, masked)
-                    self.softmax(rS, acc, state)
-                    cute.arch.mbarrier_wait(self.ring.full + v_slot, v_phase)
-                    if (first_token < segment.low) | (end_token > seq.used):
-                        self.clear_dead_values(seq, segment.low, t, v_slot)
-                    self.values(acc, v_slot)
+                    for i in cutlass.range_constexpr(config.step_tiles):
+                        self.score_tile(scores[i], rQ, rScale, tiles[i], view)
+                    self.softmax(scores, acc, state)
+                    for i in cutlass.range_constexpr(config.step_tiles):
+                        self.add_values(acc, tiles[i], i, seq, segment.low)
             if const_expr(not config.loader_only):
                 self.reduce_sums(state)
                 if segment.count == seq.tiles:
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
                 else:
                     line_start = stretch.begin + done - tile
-                    shared = shared_item(stretch, segment.b, item, line_start, seq.tiles)
-                    slot_out = 2 * cta
+                    which = Int32(0)
                     if tile == 0:
-                        slot_out = slot_out + 1
-                        begun = shared
+                        which = Int32(1)
+                        begun = Int32(1)
                     else:
-                        continued = shared
-                    self.write_partial(partial, acc, state, v_scale, chunk, slot_out)
-                    self.arrive(partial, shared)
+                        continued = Int32(1)
+                    self.write_partial(partial, acc, state, v_scale, chunk, 2 * cta + which)
+                    self.arrive(partial, stretch, segment, line_start, which)
             done = done + segment.count
             tile = Int32(0)
             b, item = next_item(segment, shape)
         if const_expr(not config.loader_only):
-            if continued.b >= 0:
-                self.finish(output, partial, lengths, continued, cta)
-            if begun.b >= 0:
-                self.finish(output, partial, lengths, begun, cta)
+            if continued != 0:
+                self.finish(output, partial, cta, Int32(0))
+            if begun != 0:
+                self.finish(output, partial, cta, Int32(1))

@@ -30,16 +30,15 @@ from cute_kernels.attention.common.output import (
     store_lse,
 )
 from cute_kernels.attention.common.tile_schedule import (
-    Chunk,
     Lengths,
+    Segment,
     Stretch,
     cta_of_tile,
     query_token,
-    segment_at,
     sequence,
 )
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
-from cute_kernels.attention.decode_sm90.lane import ConsumerLane
+from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerLane
 
 # Loads of a thread in flight while it combines.
 _BATCH = 8
@@ -48,26 +47,18 @@ _MIN_WIDTH = 8
 
 
 class SharedItem(NamedTuple):
-    """An item that CTAs first .. first + parts - 1 share; b < 0 means there is none."""
+    """An item that CTAs first .. first + parts - 1 share, as every thread needs it to finish it.
 
-    b: Int32
-    item: Int32
+    Kept in shared memory meanwhile (SHARED_ITEM_WORDS words): it is needed after the last tile,
+    when loading the lengths again would cost a trip to DRAM.
+    """
+
     first: Int32
     parts: Int32
-
-
-def no_item() -> SharedItem:
-    return SharedItem(Int32(-1), Int32(0), Int32(0), Int32(0))
-
-
-@cute.jit
-def shared_item(
-    stretch: Stretch, b: Int32, item: Int32, line_start: Int32, tiles: Int32
-) -> SharedItem:
-    """Who shares the item whose tiles start at ``line_start``."""
-    first = cta_of_tile(line_start, stretch.total, stretch.ctas)
-    last = cta_of_tile(line_start + tiles - 1, stretch.total, stretch.ctas)
-    return SharedItem(b, item, first, last - first + 1)
+    head: Int32
+    q_start: Int32
+    first_row: Int32
+    rows_end: Int32
 
 
 @cute.jit
@@ -81,31 +72,47 @@ def slot_of_part(first: Int32, part: Int32) -> Int32:
 
 class Fixup(ConsumerLane):
     @cute.jit
-    def arrive(self, partial: Partial, shared: SharedItem):
-        """Tell the item's CTAs that this part has been written."""
-        cute.arch.fence_acq_rel_gpu()
+    def arrive(
+        self,
+        partial: Partial,
+        stretch: Stretch,
+        segment: Segment,
+        line_start: Int32,
+        which: Int32,
+    ):
+        """Tell the item's CTAs that this part has been written, and keep the item in mind.
+
+        line_start: where the item's tiles start on the line. which: 0 for the item this CTA
+        continues, 1 for the one it begins.
+        """
         self.barrier()
         if self.tid == 0:
-            counter = partial.mCounter.iterator + shared.first
-            dsl.atomic_add_acq_rel_gpu(counter.toint(), Int32(1))
+            tiles = segment.seq.tiles
+            first = cta_of_tile(line_start, stretch.total, stretch.ctas)
+            last = cta_of_tile(line_start + tiles - 1, stretch.total, stretch.ctas)
+            # Releases what the barrier ordered before it: the parts written by all threads.
+            dsl.red_add_release_gpu((partial.mCounter.iterator + first).toint(), Int32(1))
+            chunk = segment.chunk
+            entry = self.smem.shared_items + which * (4 * SHARED_ITEM_WORDS)
+            dsl.st_shared_b32x4(entry, first, last - first + 1, segment.head, segment.seq.q_start)
+            dsl.st_shared_b32x2(entry + 16, chunk.first_row, chunk.rows_end)
 
     @cute.jit
-    def finish(
-        self, output: Output, partial: Partial, lengths: Lengths, shared: SharedItem, cta: Int32
-    ):
+    def finish(self, output: Output, partial: Partial, cta: Int32, which: Int32):
         """Wait for the item's parts, then combine this CTA's share of it."""
-        counter = (partial.mCounter.iterator + shared.first).toint()
+        entry = self.smem.shared_items + which * (4 * SHARED_ITEM_WORDS)
         if self.tid == 0:
-            while dsl.ld_acquire_gpu_b32(counter) < shared.parts:
+            first, parts = dsl.ld_shared_b32x2(entry)
+            counter = (partial.mCounter.iterator + first).toint()
+            while dsl.ld_acquire_gpu_b32(counter) < parts:
                 pass
         self.barrier()
-        segment = segment_at(
-            lengths, self.shape, shared.b, shared.item, Int32(0), Int32(1), self.config.rows
-        )
-        self._combine_share(output, partial, shared, segment.chunk, segment, cta - shared.first)
+        shared = SharedItem(*dsl.ld_shared_b32x4(entry), *dsl.ld_shared_b32x2(entry + 16))
+        self._combine_share(output, partial, shared, cta - shared.first)
         self.barrier()
         if self.tid == 0:
             # The last to leave finds 2 * parts - 1 and clears the counter for the next launch.
+            counter = (partial.mCounter.iterator + shared.first).toint()
             before = dsl.atomic_add_acq_rel_gpu(counter, Int32(1))
             if before == 2 * shared.parts - 1:
                 dsl.st_global_b32(counter, Int32(0))
@@ -116,12 +123,10 @@ class Fixup(ConsumerLane):
         output: Output,
         partial: Partial,
         shared: SharedItem,
-        chunk: Chunk,
-        segment,
         part: Int32,
     ):
         row_blocks = self.config.head_size // 4
-        blocks = (chunk.rows_end - chunk.first_row) * row_blocks
+        blocks = (shared.rows_end - shared.first_row) * row_blocks
         share = (blocks + shared.parts - 1) // shared.parts
         begin = part * share
         end = cutlass.min(begin + share, blocks)
@@ -140,7 +145,7 @@ class Fixup(ConsumerLane):
             state = self._combine_parts(partial, shared, row, element, group, groups)
             state = self._merge_groups(state, width, group, groups)
             if live & (group == 0):
-                self._write_block(output, chunk, segment, row, element, state)
+                self._write_block(output, shared, row, element, state)
 
     @cute.jit
     def _combine_parts(
@@ -230,15 +235,13 @@ class Fixup(ConsumerLane):
         return top, total, o0, o1, o2, o3
 
     @cute.jit
-    def _write_block(
-        self, output: Output, chunk: Chunk, segment, row: Int32, element: Int32, state
-    ):
+    def _write_block(self, output: Output, shared: SharedItem, row: Int32, element: Int32, state):
         top, total, o0, o1, o2, o3 = state
         shape = self.shape
-        packed_row = chunk.first_row + row
+        packed_row = shared.first_row + row
         token = query_token(shape, packed_row)
-        query_head = segment.head * shape.group + packed_row - token * shape.group
-        token = token + segment.seq.q_start
+        query_head = shared.head * shape.group + packed_row - token * shape.group
+        token = token + shared.q_start
         final = finish_row(top, total, sink_of_head(output, query_head), Float32(1.0))
         dsl.st_global_b32x2(
             output_address(output, token, query_head, element),

@@ -31,7 +31,7 @@ from cute_kernels.attention.decode_sm90.config import (
     DecodeConfig,
 )
 from cute_kernels.attention.decode_sm90.consumer import Consumer, Scales
-from cute_kernels.attention.decode_sm90.lane import ConsumerSmem
+from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerSmem
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import (
     PagedSource,
@@ -290,20 +290,23 @@ class DecodeSm90:
 
         ring = array(Uint8, config.stage_bytes * config.stages, 1024)
         q = array(Float16, rows * D if config.uses_wgmma else 8, 1024)
-        p = array(Float16, rows * TILE_TOKENS, 1024)
+        p = array(Float16, config.step_tiles * rows * TILE_TOKENS, 1024)
         row_max = array(Float32, 4 * rows, 128)
         row_sum = array(Float32, 4 * rows, 128)
         visible = array(Int32, 2 * rows, 128)
         q_scale = array(Float32, rows, 128)
         q_max = array(Int32, 4 * rows, 128)
+        shared_items = array(Int32, 2 * SHARED_ITEM_WORDS, 32)
         full = array(Int64, config.stages, 8)
         empty = array(Int64, config.stages, 8)
         sQ = sP = None
         if config.uses_wgmma:
             atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
             q_layout = cute.tile_to_shape(atom, (rows, D), order=(0, 1))
-            p_layout = cute.tile_to_shape(atom, (rows, TILE_TOKENS), order=(0, 1))
+            p_shape = (rows, TILE_TOKENS, config.step_tiles)
+            p_layout = cute.tile_to_shape(atom, p_shape, order=(0, 1, 2))
             sQ = cute.make_tensor(cute.recast_ptr(q, q_layout.inner, dtype=Float16), q_layout.outer)
             sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=Float16), p_layout.outer)
-        addresses = [x.toint() for x in (p, row_max, row_sum, visible, q_scale, q_max, q)]
+        tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, q)
+        addresses = [x.toint() for x in tables]
         return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)

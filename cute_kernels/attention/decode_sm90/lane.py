@@ -22,6 +22,8 @@ from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS, DecodeC
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import Ring
 
+SHARED_ITEM_WORDS = 8
+
 
 class NamedBarrier(IntEnum):
     CONSUMERS = 1
@@ -30,9 +32,10 @@ class NamedBarrier(IntEnum):
 class ConsumerSmem(NamedTuple):
     """Shared addresses of the consumer's tables (bytes), and Q^T and P^T as MMA operands.
 
-    p: probabilities, fp16, rows x 64 tokens. row_max, row_sum: (4 warps, rows) float32.
-    visible: (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a
-    raw score into a log2-domain score. q_max: (4 warps, rows) float32 bit patterns.
+    p: probabilities, fp16, rows x 64 tokens for each tile of a step. row_max, row_sum: (4 warps,
+    rows) float32. visible: (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a
+    raw score into a log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two
+    entries of SHARED_ITEM_WORDS words, see fixup.py.
     """
 
     p: Int32
@@ -41,6 +44,7 @@ class ConsumerSmem(NamedTuple):
     visible: Int32
     q_scale: Int32
     q_max: Int32
+    shared_items: Int32
     q: Int32
     sQ: cute.Tensor
     sP: cute.Tensor
@@ -68,8 +72,8 @@ class ConsumerLane:
         self.row_blocks = config.rows // 8
         # 16-element units of the head dim that one warp owns in O^T.
         self.units = config.head_size // 64
-        # At 8 rows four independent accumulator chains hide the latency of mma.sync.
-        self.chains = 1 if config.uses_wgmma else 4
+        # At 8 rows four independent accumulator chains a step hide the latency of mma.sync.
+        self.chains = 1 if config.uses_wgmma else 4 // config.step_tiles
         tid, _, _ = cute.arch.thread_idx()
         self.tid = tid
         self.lane = tid % 32

@@ -109,12 +109,18 @@ class TileMath(ConsumerLane):
                         rS[4 * n + i] = Float32(dsl.NEG_INF)
 
     @cute.jit
-    def softmax(self, rS: cute.Tensor, acc: cute.Tensor, state: Softmax):
-        """Online softmax of one tile over the four warps; leaves P^T in shared memory as fp16."""
+    def softmax(self, scores, acc: cute.Tensor, state: Softmax):
+        """Online softmax of a step's tiles over the four warps; leaves P^T in shared memory.
+
+        scores: one rS per tile. One exchange of maxima (two barriers) serves all of them.
+        """
+        tiles = len(scores)
         for n in cutlass.range_constexpr(self.row_blocks):
             top = []
             for r in cutlass.range_constexpr(2):
-                x = dsl.fmax(rS[4 * n + r], rS[4 * n + 2 + r])
+                x = dsl.fmax(scores[0][4 * n + r], scores[0][4 * n + 2 + r])
+                for i in cutlass.range_constexpr(1, tiles):
+                    x = dsl.fmax(x, dsl.fmax(scores[i][4 * n + r], scores[i][4 * n + 2 + r]))
                 for step in cutlass.range_constexpr(3):
                     x = dsl.fmax(x, dsl.shuffle_xor_f32(x, Int32(4 << step)))
                 top.append(x)
@@ -126,23 +132,24 @@ class TileMath(ConsumerLane):
             for w in cutlass.range_constexpr(4):
                 other = dsl.ld_shared_f32x2(self._warp_row(self.smem.row_max, w, n))
                 top = [dsl.fmax(top[0], other[0]), dsl.fmax(top[1], other[1])]
-            p = []
+            references = []
             correction = []
             for r in cutlass.range_constexpr(2):
                 # a row that has seen no key yet: keep (-inf) - (-inf) out of exp2
                 reference = top[r]
                 if top[r] == dsl.NEG_INF:
                     reference = Float32(0.0)
+                references.append(reference)
                 correction.append(dsl.exp2(state.rMax[2 * n + r] - reference))
-                p.append(dsl.exp2(rS[4 * n + r] - reference))
-                p.append(dsl.exp2(rS[4 * n + 2 + r] - reference))
-                state.rSum[2 * n + r] = state.rSum[2 * n + r] * correction[r] + (
-                    p[2 * r] + p[2 * r + 1]
-                )
                 state.rMax[2 * n + r] = top[r]
-            near = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[0], p[2]))
-            far = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[1], p[3]))
-            self._store_probabilities(near, far, n)
+                state.rSum[2 * n + r] = state.rSum[2 * n + r] * correction[r]
+            for i in cutlass.range_constexpr(tiles):
+                p = [dsl.exp2(scores[i][4 * n + z] - references[z % 2]) for z in range(4)]
+                for r in cutlass.range_constexpr(2):
+                    state.rSum[2 * n + r] = state.rSum[2 * n + r] + (p[r] + p[2 + r])
+                near = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[0], p[1]))
+                far = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[2], p[3]))
+                self._store_probabilities(near, far, n, i)
             self._rescale(acc, correction, n)
         if const_expr(self.config.uses_wgmma):
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -153,13 +160,16 @@ class TileMath(ConsumerLane):
         return table + (warp * self.config.rows + 8 * n) * 4 + self.j * 8
 
     @cute.jit
-    def _store_probabilities(self, near: Int32, far: Int32, n: cutlass.Constexpr):
+    def _store_probabilities(
+        self, near: Int32, far: Int32, n: cutlass.Constexpr, tile: cutlass.Constexpr
+    ):
+        base = self.smem.p + tile * (self.config.rows * TILE_TOKENS * 2)
         if const_expr(self.config.uses_wgmma):
-            row = self.smem.p + (8 * n + self.g) * 128 + 4 * self.j
+            row = base + (8 * n + self.g) * 128 + 4 * self.j
             dsl.st_shared_b32(row + ((2 * self.warp) ^ self.g) * 16, near)
             dsl.st_shared_b32(row + ((2 * self.warp + 1) ^ self.g) * 16, far)
         else:
-            dsl.st_shared_b32x2(self.smem.p + self.warp * 256 + self.lane * 8, near, far)
+            dsl.st_shared_b32x2(base + self.warp * 256 + self.lane * 8, near, far)
 
     @cute.jit
     def _rescale(self, acc: cute.Tensor, correction, n: cutlass.Constexpr):
@@ -197,21 +207,22 @@ class TileMath(ConsumerLane):
         cute.arch.sync_warp()
 
     @cute.jit
-    def values(self, acc: cute.Tensor, slot: Int32):
-        """acc += V^T P^T of one tile, then hands the V slot back. The slot has arrived."""
+    def values(self, acc: cute.Tensor, slot: Int32, tile: cutlass.Constexpr):
+        """acc += V^T P^T of one tile of the step (it has arrived), then hands its slot back."""
         config, layout = self.config, self.layout
         base = self.v_address + slot * config.stage_bytes
+        base_p = self.smem.p + tile * (config.rows * TILE_TOKENS * 2)
         p = []
         if const_expr(not config.uses_wgmma):
             for w in cutlass.range_constexpr(4):
-                p.append(dsl.ld_shared_b32x2(self.smem.p + w * 256 + self.lane * 8))
+                p.append(dsl.ld_shared_b32x2(base_p + w * 256 + self.lane * 8))
         for u in cutlass.range_constexpr(self.units):
             address = base + (((self.v_unit + u) ^ self.v_swizzle) * 16)
             words = []
             for half in cutlass.range_constexpr(2):
                 words.append(dsl.ldmatrix_x4_trans(address + half * layout.second_half))
             if const_expr(config.uses_wgmma):
-                self._values_wgmma(acc, words, u)
+                self._values_wgmma(acc, words, u, tile)
             else:
                 self._values_mma(acc, words, p, u)
         self.release(slot)
@@ -219,7 +230,7 @@ class TileMath(ConsumerLane):
             warpgroup.wait_group(0)
 
     @cute.jit
-    def _values_wgmma(self, acc: cute.Tensor, words, u: cutlass.Constexpr):
+    def _values_wgmma(self, acc: cute.Tensor, words, u: cutlass.Constexpr, tile: cutlass.Constexpr):
         rA = cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16)
         a = cute.recast_tensor(rA, Int32)
         for s in cutlass.range_constexpr(4):
@@ -233,7 +244,9 @@ class TileMath(ConsumerLane):
         )
         warpgroup.fence()
         for s in cutlass.range_constexpr(4):
-            cute.gemm(self.mma, accumulator, rA[None, None, s], tP[None, None, s], accumulator)
+            cute.gemm(
+                self.mma, accumulator, rA[None, None, s], tP[None, None, s, tile], accumulator
+            )
         warpgroup.commit_group()
         warpgroup.wait_group(1)
 
