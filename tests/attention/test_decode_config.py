@@ -1,0 +1,134 @@
+"""The variants of the decode kernel: which one serves a call, and what each may use of an SM."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from cute_kernels.attention.decode_sm90 import config as module
+from cute_kernels.attention.decode_sm90.config import (
+    BOX_TOKENS,
+    HEAD_SIZES,
+    PRODUCER_REGISTERS,
+    Q_DTYPES,
+    SMEM_BYTES_PER_CTA,
+    SMEM_BYTES_PER_SM,
+    TILE_TOKENS,
+    box_tokens_for_page,
+    make_config,
+    row_bucket,
+    row_buckets,
+    smem_bytes,
+    support_table,
+)
+
+TABLE = support_table()
+each_variant = pytest.mark.parametrize("config", TABLE, ids=[config.name for config in TABLE])
+
+
+@pytest.mark.parametrize(
+    ("page_size", "box"),
+    (
+        (16, 16), (32, 32), (48, 16), (64, 64), (80, 16), (96, 32), (112, 16), (128, 64),
+        (192, 64), (256, 64), (1600, 64), (1568, 32), (1584, 16),
+        (8, None), (1, None), (24, None), (63, None), (100, None), (0, None), (-64, None),
+    ),
+)  # fmt: skip
+def test_box_for_a_page_size(page_size, box):
+    assert box_tokens_for_page(page_size) == box
+
+
+def test_boxes_tile_pages_and_tiles():
+    for page_size in range(16, 4097, 16):
+        box = box_tokens_for_page(page_size)
+        assert page_size % box == 0 and TILE_TOKENS % box == 0
+        assert all(page_size % larger for larger in BOX_TOKENS if larger > box)
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_row_bucket_is_the_smallest_that_holds_the_rows(head_size):
+    buckets = row_buckets(head_size)
+    assert buckets == tuple(sorted(set(buckets)))
+    for packed_rows in range(1, 200):
+        rows = row_bucket(head_size, packed_rows)
+        assert rows in buckets
+        if packed_rows > buckets[-1]:
+            assert rows == buckets[-1]
+        else:
+            assert rows >= packed_rows
+            assert all(smaller < packed_rows for smaller in buckets if smaller < rows)
+
+
+def test_row_buckets():
+    # Multi-token prediction verifies up to 64 packed rows: a second pass is the exception.
+    assert {size: row_buckets(size)[-1] for size in HEAD_SIZES} == {
+        64: 64,
+        128: 64,
+        256: 32,
+        512: 32,
+    }
+    assert all(row_buckets(size)[0] == 8 for size in HEAD_SIZES)
+
+
+def test_the_table_is_the_whole_grid():
+    wanted = [
+        (head_size, rows, q_dtype, box)
+        for head_size in HEAD_SIZES
+        for rows, q_dtype, box in itertools.product(row_buckets(head_size), Q_DTYPES, BOX_TOKENS)
+    ]
+    got = [(c.head_size, c.rows, c.q_dtype, c.box_tokens) for c in TABLE]
+    assert sorted(got) == sorted(wanted)
+    assert len({config.name for config in TABLE}) == len(TABLE) == len(set(TABLE))
+    assert all(config == make_config(*key) for config, key in zip(TABLE, got, strict=True))
+    assert not any(config.loader_only for config in TABLE)
+
+
+def test_the_loader_is_the_same_variant_under_another_name():
+    for config in TABLE:
+        key = config.head_size, config.rows, config.q_dtype, config.box_tokens
+        loader = make_config(*key, loader_only=True)
+        assert dataclasses.replace(loader, loader_only=False) == config
+        assert loader.name != config.name
+
+
+@each_variant
+def test_shared_memory_holds_the_resident_ctas(config):
+    assert smem_bytes(config) <= SMEM_BYTES_PER_CTA
+    assert config.ctas_per_sm * (smem_bytes(config) + 1024) <= SMEM_BYTES_PER_SM
+
+
+@each_variant
+def test_the_ring_keeps_the_memory_busy(config):
+    """A step holds the K and V of its tiles; an SM has four tiles and 128 KiB in flight."""
+    assert config.stages >= 2 * config.step_tiles
+    assert config.ctas_per_sm * config.stages >= 4
+    in_flight = config.ctas_per_sm * config.stages * config.stage_bytes
+    assert 128 * 1024 <= in_flight <= 192 * 1024
+
+
+@each_variant
+def test_the_ring_is_as_deep_as_it_can_be(config):
+    deeper = dataclasses.replace(config, stages=config.stages + 1)
+    fits = config.ctas_per_sm * (smem_bytes(deeper) + 1024) <= SMEM_BYTES_PER_SM
+    in_flight = config.ctas_per_sm * deeper.stages * config.stage_bytes
+    assert not fits or in_flight > module._MAX_RING_BYTES_PER_SM
+
+
+@each_variant
+def test_registers(config):
+    """A thread's share of its partition's 16384 registers, in pieces of 8, at most 255."""
+    warps = -(-config.threads // 32 * config.ctas_per_sm // 4)
+    share = min(255, 16384 // warps // 32 // 8 * 8)
+    # An estimate of what is alive at once: the output accumulators and the scores of a step.
+    accumulators = config.rows * config.head_size // 128
+    scores = config.step_tiles * config.rows // 2
+    if config.consumer_registers:
+        assert config.threads == 256
+        assert PRODUCER_REGISTERS + config.consumer_registers <= 2 * share
+        assert PRODUCER_REGISTERS % 8 == config.consumer_registers % 8 == 0
+        share = config.consumer_registers
+    else:
+        assert config.threads == 160
+    assert accumulators + scores < share
