@@ -40,10 +40,10 @@ from cute_kernels.attention.common.tile_schedule import (
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerLane
 
-# Loads of a thread in flight while it combines.
-_BATCH = 8
-# Threads that read one part's row side by side: 8 times 16 bytes are a whole line.
-_MIN_WIDTH = 8
+# Parts whose loads a thread has in flight while it combines.
+_BATCH = 6
+# Threads that read one part's row side by side, at least: 4 times 16 bytes are two sectors.
+_MIN_WIDTH = 4
 
 
 class SharedItem(NamedTuple):
@@ -68,6 +68,18 @@ def slot_of_part(first: Int32, part: Int32) -> Int32:
     if part == 0:
         slot = slot + 1
     return slot
+
+
+@cute.jit
+def merged(a, b):
+    """Two (maximum, sum, four elements) of disjoint parts as one."""
+    top = dsl.fmax(a[0], b[0])
+    reference = top
+    if top == dsl.NEG_INF:
+        reference = Float32(0.0)
+    weight_a = dsl.exp2(a[0] - reference)
+    weight_b = dsl.exp2(b[0] - reference)
+    return (top, *(a[i] * weight_a + b[i] * weight_b for i in range(1, 6)))
 
 
 class Fixup(ConsumerLane):
@@ -101,21 +113,20 @@ class Fixup(ConsumerLane):
     def finish(self, output: Output, partial: Partial, cta: Int32, which: Int32):
         """Wait for the item's parts, then combine this CTA's share of it."""
         entry = self.smem.shared_items + which * (4 * SHARED_ITEM_WORDS)
+        left = Int32(0)
         if self.tid == 0:
             first, parts = dsl.ld_shared_b32x2(entry)
             counter = (partial.mCounter.iterator + first).toint()
             while dsl.ld_acquire_gpu_b32(counter) < parts:
                 pass
+            # This CTA will not look at the counter again; the answer is used after the work.
+            left = dsl.atomic_add_acq_rel_gpu(counter, Int32(1))
         self.barrier()
         shared = SharedItem(*dsl.ld_shared_b32x4(entry), *dsl.ld_shared_b32x2(entry + 16))
         self._combine_share(output, partial, shared, cta - shared.first)
-        self.barrier()
-        if self.tid == 0:
-            # The last to leave finds 2 * parts - 1 and clears the counter for the next launch.
-            counter = (partial.mCounter.iterator + shared.first).toint()
-            before = dsl.atomic_add_acq_rel_gpu(counter, Int32(1))
-            if before == 2 * shared.parts - 1:
-                dsl.st_global_b32(counter, Int32(0))
+        # The last to leave found 2 * parts - 1 and clears the counter for the next launch.
+        if (self.tid == 0) & (left == 2 * shared.parts - 1):
+            dsl.st_global_b32((partial.mCounter.iterator + shared.first).toint(), Int32(0))
 
     @cute.jit
     def _combine_share(
@@ -143,7 +154,7 @@ class Fixup(ConsumerLane):
             row = block // row_blocks
             element = 4 * (block - row * row_blocks)
             state = self._combine_parts(partial, shared, row, element, group, groups)
-            state = self._merge_groups(state, width, group, groups)
+            state = self._merge_groups(state, width, groups)
             if live & (group == 0):
                 self._write_block(output, shared, row, element, state)
 
@@ -203,36 +214,33 @@ class Fixup(ConsumerLane):
         return top, total, o0, o1, o2, o3
 
     @cute.jit
-    def _merge_groups(self, state, width: Int32, group: Int32, groups: Int32):
+    def _merge_groups(self, state, width: Int32, groups: Int32):
         """Group 0 gathers what the other groups of threads found for its blocks.
 
-        Uses the ring's memory: every tile has been read, and no TMA load is outstanding.
+        Groups of one warp merge by shuffles, warps through the ring's memory: every tile has been
+        read, and no TMA load is outstanding.
         """
-        top, total, o0, o1, o2, o3 = state
+        for step in cutlass.range_constexpr(3):
+            distance = _MIN_WIDTH << step
+            if width <= distance:
+                state = merged(state, [dsl.shuffle_xor_f32(x, Int32(distance)) for x in state])
         if groups > 1:
-            values = self.ring.base.toint() + self.tid * 16
+            at = self.ring.base.toint() + self.tid * 16
             sums = self.ring.base.toint() + WARPGROUP_THREADS * 16 + self.tid * 8
-            dsl.st_shared_f32x4(values, o0, o1, o2, o3)
-            dsl.st_shared_f32x2(sums, top, total)
+            dsl.st_shared_f32x4(at, *state[2:])
+            dsl.st_shared_f32x2(sums, state[0], state[1])
             self.barrier()
-            if group == 0:
-                for other in cutlass.range(1, groups, unroll=1):
-                    y = dsl.ld_shared_f32x4(values + other * width * 16)
-                    other_top, other_total = dsl.ld_shared_f32x2(sums + other * width * 8)
-                    new_top = dsl.fmax(top, other_top)
-                    reference = new_top
-                    if new_top == dsl.NEG_INF:
-                        reference = Float32(0.0)
-                    mine = dsl.exp2(top - reference)
-                    theirs = dsl.exp2(other_top - reference)
-                    total = total * mine + other_total * theirs
-                    o0 = o0 * mine + y[0] * theirs
-                    o1 = o1 * mine + y[1] * theirs
-                    o2 = o2 * mine + y[2] * theirs
-                    o3 = o3 * mine + y[3] * theirs
-                    top = new_top
+            # from here on a group is the warps that hold the same blocks
+            stride = cutlass.max(width, Int32(32))
+            for other in cutlass.range(stride, WARPGROUP_THREADS, stride, unroll=1):
+                if self.tid < stride:
+                    theirs = (
+                        *dsl.ld_shared_f32x2(sums + other * 8),
+                        *dsl.ld_shared_f32x4(at + other * 16),
+                    )
+                    state = merged(state, theirs)
             self.barrier()
-        return top, total, o0, o1, o2, o3
+        return state
 
     @cute.jit
     def _write_block(self, output: Output, shared: SharedItem, row: Int32, element: Int32, state):

@@ -33,9 +33,9 @@ class ConsumerSmem(NamedTuple):
     """Shared addresses of the consumer's tables (bytes), and Q^T and P^T as MMA operands.
 
     p: probabilities, fp16, rows x 64 tokens for each tile of a step. row_max, row_sum: (4 warps,
-    rows) float32. visible: (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a
-    raw score into a log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two
-    entries of SHARED_ITEM_WORDS words, see fixup.py.
+    rows) float32. visible: (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32,
+    what turns a raw score into a log2-domain score. q_max: (4 warps, rows) packed bf16 maxima.
+    shared_items: two entries of SHARED_ITEM_WORDS words, see fixup.py.
     """
 
     p: Int32
