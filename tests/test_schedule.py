@@ -1,0 +1,307 @@
+"""The plan of `common/tile_schedule.py`: who takes which tile, and where partial results go.
+
+The functions under test are the kernel's own, run as Python by tests/lanes.py. Restated here, from
+`decode_sm90/consumer.py` and `fixup.py`, are only the walk over a CTA's segments, the choice of a
+slot for a partial result, and the CTAs that share an item.
+
+Proved, for the lengths that hypothesis draws: the CTAs' stretches lie end to end on the line of
+tiles and cover it; `cta_of_tile` is their inverse; a CTA has at most two partial results; every
+part of an item lies in the slot where its readers look, no slot and no counter serves two items;
+every item loads exactly the tiles in which one of its queries sees a key; no int32 overflows.
+
+Only the GPU tests prove: that the compiled code does the same, that all CTAs are resident, that
+parts are written before they are read and counters cleared for the next launch, and what is
+computed on the tiles.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+
+from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
+from tests.lanes import Memory, device_functions
+from tests.requires import requires_module
+
+hypothesis = requires_module("hypothesis")
+st = requires_module("hypothesis.strategies")
+
+plan = device_functions("cute_kernels/attention/common/tile_schedule.py", TILE_TOKENS=TILE_TOKENS)
+fixup = device_functions("cute_kernels/attention/decode_sm90/fixup.py")
+UNLIMITED = plan.UNLIMITED
+
+
+class Part(NamedTuple):
+    """A CTA's work on one item: tiles [tile, tile + count) of it, from `line` on the line on."""
+
+    cta: int
+    b: int
+    item: int
+    tile: int
+    count: int
+    line: int
+    chunk: Any
+
+    @property
+    def slot(self) -> int:
+        return 2 * self.cta + (self.tile == 0)
+
+
+@dataclass(frozen=True)
+class Batch:
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    kv_heads: int = 1
+    group: int = 1
+    rows: int = 8
+    left: int = UNLIMITED
+    right: int = 0
+    max_ctas: int = 8
+    min_tiles: int = 1
+
+    @cached_property
+    def shape(self) -> Any:
+        magic = -(-(1 << 32) // self.group)
+        heads = (self.kv_heads, self.group, magic)
+        return plan.Shape(len(self.kv_lens), *heads, self.left, self.right, self.min_tiles)
+
+    @cached_property
+    def lengths(self) -> Any:
+        starts = [sum(self.q_lens[:b]) for b in range(len(self.q_lens) + 1)]
+        return plan.Lengths(Memory(starts), Memory(self.kv_lens), None, 1)
+
+    @cached_property
+    def sequences(self) -> list[Any]:
+        indices = range(len(self.kv_lens))
+        return [plan.sequence(self.lengths, self.shape, b, self.rows) for b in indices]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each sequence's items begin on the line, and where the line ends."""
+        starts = [0]
+        for seq in self.sequences:
+            starts.append(starts[-1] + seq.tiles * seq.chunks * self.kv_heads)
+        return starts
+
+    @property
+    def total(self) -> int:
+        return self.starts[-1]
+
+    def line_of(self, b: int, item: int) -> int:
+        return self.starts[b] + item * self.sequences[b].tiles
+
+    @cached_property
+    def stretches(self) -> list[Any]:
+        found = [
+            plan.stretch_of_cta(self.lengths, self.shape, cta, self.max_ctas, self.rows)
+            for cta in range(self.max_ctas)
+        ]
+        return [plan.Stretch(*map(int, stretch)) for stretch in found]
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        return [
+            part for cta, stretch in enumerate(self.stretches) for part in self.walk(cta, stretch)
+        ]
+
+    def walk(self, cta: int, stretch: Any) -> list[Part]:
+        """The loop of the producer and of the consumers over their stretch."""
+        parts, done = [], 0
+        b, item, tile = stretch.b, stretch.item, stretch.tile
+        while done < stretch.count:
+            left = stretch.count - done
+            segment = plan.segment_at(self.lengths, self.shape, b, item, tile, left, self.rows)
+            line = stretch.begin + done
+            parts.append(Part(cta, segment.b, item, tile, segment.count, line, segment.chunk))
+            assert segment.head == item % self.kv_heads
+            done += segment.count
+            tile = 0
+            b, item = plan.next_item(segment, self.shape)
+        return parts
+
+    def by_item(self) -> dict[tuple[int, int], list[Part]]:
+        items = defaultdict(list)
+        for part in self.parts:
+            items[part.b, part.item].append(part)
+        return items
+
+
+# ---- what must hold ----------------------------------------------------------------------------
+
+
+def check_stretches(batch: Batch) -> None:
+    """They lie end to end, are equal but for one tile, and begin at the tile they name."""
+    first = batch.stretches[0]
+    assert {(s.total, s.ctas) for s in batch.stretches} == {(batch.total, first.ctas)}
+    assert 1 <= first.ctas <= batch.max_ctas
+    working = batch.stretches[: first.ctas]
+    assert sum(s.count for s in working) == batch.total
+    assert not any(s.count for s in batch.stretches[first.ctas :])
+    assert first.begin == 0 and all(x.begin + x.count == y.begin for x, y in pairwise(working))
+    counts = {s.count for s in working}
+    assert max(counts) - min(counts) <= 1
+    assert first.ctas == 1 or min(counts) >= batch.min_tiles
+    for cta, stretch in enumerate(working):
+        if stretch.count:
+            seq = batch.sequences[stretch.b]
+            assert 0 <= stretch.tile < seq.tiles
+            assert 0 <= stretch.item < seq.chunks * batch.kv_heads
+            assert batch.line_of(stretch.b, stretch.item) + stretch.tile == stretch.begin
+            tiles = {stretch.begin, stretch.begin + stretch.count - 1}
+            tiles |= set(range(stretch.begin, stretch.begin + min(stretch.count, 200)))
+            owners = {plan.cta_of_tile(tile, batch.total, stretch.ctas) for tile in tiles}
+            assert owners == {cta}
+
+
+def check_parts_cover_the_items(batch: Batch) -> None:
+    line = 0
+    for part in batch.parts:
+        assert part.line == line == batch.line_of(part.b, part.item) + part.tile
+        assert 0 < part.count <= batch.sequences[part.b].tiles - part.tile
+        line += part.count
+    assert line == batch.total
+
+
+def check_partial_results(batch: Batch) -> None:
+    counters, slots = set(), set()
+    ctas = batch.stretches[0].ctas
+    for (b, item), parts in batch.by_item().items():
+        tiles, start = batch.sequences[b].tiles, batch.line_of(b, item)
+        first = plan.cta_of_tile(start, batch.total, ctas)
+        last = plan.cta_of_tile(start + tiles - 1, batch.total, ctas)
+        assert [part.cta for part in parts] == list(range(first, last + 1))
+        # Whole items are written as they are; for the others each CTA finds the same readers.
+        assert all((part.count == tiles) == (first == last) for part in parts)
+        if first != last:
+            where = [fixup.slot_of_part(first, i) for i in range(len(parts))]
+            assert [part.slot for part in parts] == where
+            assert first not in counters and not slots & set(where)
+            counters.add(first)
+            slots |= set(where)
+    # Two slots a CTA: at most one item continued (even slot) and one begun.
+    assert all(0 <= slot < 2 * ctas for slot in slots)
+
+
+def check_loaded_tiles(batch: Batch) -> None:
+    """An item loads the tiles from the first to the last in which one of its queries sees a key."""
+    for (b, item), parts in batch.by_item().items():
+        seq = batch.sequences[b]
+        first_row = item // batch.kv_heads * batch.rows
+        rows_end = min(first_row + batch.rows, seq.q_len * batch.group)
+        seen = []
+        for token in {row // batch.group for row in range(first_row, rows_end)}:
+            own = seq.used - seq.q_len + token
+            low, high = max(0, own - batch.left), min(seq.used, own + batch.right + 1)
+            seen += [low, high - 1] if low < high else []
+        wanted = range(min(seen) // TILE_TOKENS, max(seen) // TILE_TOKENS + 1) if seen else range(0)
+        loaded = [range(p.chunk.tile_begin, p.chunk.tile_end) for p in parts]
+        loaded = [tiles for tiles in loaded if tiles]
+        assert all(x.stop == y.start for x, y in pairwise(loaded))
+        got = range(loaded[0].start, loaded[-1].stop) if loaded else range(0)
+        assert got == wanted
+        assert {(p.chunk.first_row, p.chunk.rows_end) for p in parts} == {(first_row, rows_end)}
+
+
+def check(batch: Batch) -> None:
+    for seq, used in zip(batch.sequences, batch.kv_lens, strict=True):
+        # Rows of sequences without tiles are written apart, as rows that see no key.
+        assert seq.q_len == 0 or (seq.tiles > 0) == (used > 0)
+    check_stretches(batch)
+    check_parts_cover_the_items(batch)
+    check_partial_results(batch)
+    check_loaded_tiles(batch)
+
+
+# ---- batches -----------------------------------------------------------------------------------
+
+KV_LENS = st.one_of(st.integers(0, 200), st.sampled_from((0, 1, 63, 64, 65)), st.integers(0, 6000))
+Q_LENS = st.one_of(st.integers(0, 3), st.integers(0, 3), st.integers(0, 80))
+
+
+@st.composite
+def batches(draw: Any, max_batch: int = 70) -> Batch:
+    size = draw(st.integers(0, max_batch))
+    if draw(st.booleans()):
+        pairs = draw(st.lists(st.tuples(KV_LENS, Q_LENS), min_size=size, max_size=size))
+    else:  # alike, which the plan treats in a way of its own
+        pairs = [draw(st.tuples(KV_LENS, Q_LENS))] * size
+    return Batch(
+        kv_lens=tuple(kv for kv, _ in pairs),
+        q_lens=tuple(q for _, q in pairs),
+        kv_heads=draw(st.integers(1, 8)),
+        group=draw(st.integers(1, 16)),
+        rows=draw(st.sampled_from((8, 16, 32, 64))),
+        left=draw(st.sampled_from((UNLIMITED, 0, 1, 63, 64, 127, 1023))),
+        right=draw(st.sampled_from((0, 0, UNLIMITED, 1, 100))),
+        max_ctas=draw(st.integers(1, 40)),
+        min_tiles=draw(st.sampled_from((1, 2, 8, 16))),
+    )
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(batches())
+def test_any_batch(batch):
+    check(batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    (
+        Batch((), ()),
+        Batch((0,), (1,)),
+        Batch((0, 0, 0), (1, 0, 5), max_ctas=132),
+        Batch((100, 3000, 1), (0, 0, 0)),
+        Batch((-5, 70), (1, 1)),
+        Batch((1,), (1,), max_ctas=528),
+        Batch((130,), (1,), kv_heads=2, max_ctas=132, min_tiles=16),
+        Batch((64, 6400), (1, 0), max_ctas=4),  # the longest sequence has no work
+        Batch((0,) * 40 + (500,) + (0,) * 40, (1,) * 81, max_ctas=9),
+        Batch((100,) * 33, (1,) * 33, max_ctas=132),
+        Batch((3,), (8,), group=4, rows=8),  # more queries than keys: the first see nothing
+        Batch((20_000, 5), (300, 2), group=3, kv_heads=2, rows=16, left=500, max_ctas=132),
+        Batch(((1 << 30) - 1,), (1,), kv_heads=8, group=8, max_ctas=528),
+        Batch(((1 << 30) - 1, 5), (3, 1), right=UNLIMITED, left=1 << 20, max_ctas=132),
+    ),
+    ids=lambda batch: f"{len(batch.kv_lens)}x{max(batch.kv_lens, default=0)}",
+)
+def test_edges(batch):
+    check(batch)
+
+
+def test_more_sequences_than_one_warp_sees_at_once():
+    """More than 32 for each CTA of an H200: 4224; most of them short, some empty, one long."""
+    kv_lens = tuple((b * 37) % 90 * (b % 7 != 0) for b in range(4500)) + (60_000,)
+    q_lens = tuple(1 + (b % 11 == 0) - (b % 13 == 0) for b in range(4501))
+    check(Batch(kv_lens, q_lens, kv_heads=2, group=8, max_ctas=44, min_tiles=4))
+
+
+def test_uniform_batches_get_whole_items():
+    """64 sequences of 8192 keys and 4 KV heads: 128 of 132 CTAs take two whole items each."""
+    batch = Batch((8192,) * 64, (1,) * 64, kv_heads=4, group=8, max_ctas=132)
+    assert batch.stretches[0].ctas == 128
+    assert all(part.count == 128 for part in batch.parts)
+    # One CTA fewer for no gain is not worth it: 7 CTAs cannot be had from 10.
+    batch = Batch((6400,) * 7, (1,) * 7, max_ctas=10)
+    assert batch.stretches[0].ctas == 10
+
+
+def test_lengths_as_differences_of_offsets():
+    """Ragged keys: without seqused_k, cu_seqlens_k says the same."""
+    batch = Batch((70, 0, 300), (2, 1, 1), kv_heads=2)
+    ragged = batch.lengths._replace(mUsedK=None, mCuK=Memory((0, 70, 70, 370)), has_used=0)
+    for b, seq in enumerate(batch.sequences):
+        assert plan.sequence(ragged, batch.shape, b, batch.rows) == seq
+
+
+@hypothesis.settings(deadline=None, derandomize=True)
+@hypothesis.given(st.integers(1, 256), st.integers(0, 2**31 - 1))
+def test_query_token_is_an_exact_division(group, row):
+    row %= -(-(2**32) // group)
+    row = min(row, 2**31 - 1)
+    shape = Batch((), (), group=group).shape
+    assert plan.query_token(shape, row) == row // group
