@@ -13,13 +13,11 @@ error here), and what the warps of a grid do to each other.
 from __future__ import annotations
 
 import ast
-import copy
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
