@@ -55,7 +55,8 @@ def finish_row(row_max: Float32, row_sum: Float32, sink: Float32, v_scale: Float
     factor = Float32(0.0)
     lse = Float32(dsl.NEG_INF)
     if total != 0.0:
-        factor = weight * v_scale / total
+        # total is at least about 1: the largest term has weight 1
+        factor = weight * v_scale * cute.arch.rcp_approx(total)
         lse = (reference + dsl.log2(total)) * dsl.LN_2
     return FinalRow(factor, lse)
 

@@ -158,14 +158,13 @@ def segment_at(
 
 
 @cute.jit
-def next_item(segment: Segment, shape: Shape):
-    """(sequence, item) after a segment."""
-    b = segment.b
-    item = segment.item + 1
-    if item == segment.seq.chunks * shape.kv_heads:
-        item = Int32(0)
-        b = b + 1
-    return b, item
+def next_item(segment: Segment, shape: Shape, step: Int32):
+    """(sequence, item) ``step`` items after a segment's; more than one only where all sequences
+    have equally many."""
+    items = segment.seq.chunks * shape.kv_heads
+    item = segment.item + step
+    carry = item // items
+    return segment.b + carry, item - carry * items
 
 
 @cute.jit
@@ -190,7 +189,8 @@ def _work(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr):
 class Stretch(NamedTuple):
     """A CTA's tiles: it starts at tile ``tile`` of item ``item`` of sequence ``b``.
 
-    begin: where that is on the line of all ``total`` tiles, which ``ctas`` CTAs share.
+    begin: where that is on the line of all ``total`` tiles, which ``ctas`` CTAs share. item_step:
+    how many items further the CTA's next item is.
     """
 
     b: Int32
@@ -200,6 +200,7 @@ class Stretch(NamedTuple):
     begin: Int32
     total: Int32
     ctas: Int32
+    item_step: Int32
 
 
 @cute.jit
@@ -262,6 +263,13 @@ def stretch_of_cta(
     if cta >= ctas:
         count = Int32(0)
 
+    item_step = Int32(1)
+    if (uniform != 0) & (most_work * shape.batch == total) & (count > most_tiles):
+        if (remainder == 0) & (quotient - quotient // most_tiles * most_tiles == 0):
+            # Whole items, several a CTA: deal them round-robin, so that the CTAs read the KV
+            # heads of one page, which lie side by side in memory, at the same time.
+            item_step = ctas
+            begin = cta * most_tiles
     b = Int32(0)
     item = Int32(0)
     tile = Int32(0)
@@ -282,7 +290,7 @@ def stretch_of_cta(
             tile = offset - item * owner_tiles
         line = dsl.shuffle_from_lane(end, Int32(31))
         base = base + 32
-    return Stretch(b, item, tile, count, begin, total, ctas)
+    return Stretch(b, item, tile, count, begin, total, ctas, item_step)
 
 
 @cute.jit

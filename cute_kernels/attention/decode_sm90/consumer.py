@@ -217,7 +217,7 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                     self.arrive(partial, stretch, segment, line_start, which)
             done = done + segment.count
             tile = Int32(0)
-            b, item = next_item(segment, shape)
+            b, item = next_item(segment, shape, stretch.item_step)
         if const_expr(not config.loader_only):
             if continued != 0:
                 self.finish(output, partial, cta, Int32(0))

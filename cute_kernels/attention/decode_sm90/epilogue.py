@@ -102,7 +102,7 @@ class Epilogue(ConsumerLane):
                     total = state.rSum[2 * n + r]
                     factor = Float32(0.0)
                     if total != 0.0:
-                        factor = v_scale / total
+                        factor = v_scale * cute.arch.rcp_approx(total)
                     line = Int64(slot) * config.rows + row
                     address = partial.mO.iterator.toint() + (line * config.head_size + first) * 4
                     for u in cutlass.range_constexpr(self.units):

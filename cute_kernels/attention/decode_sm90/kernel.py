@@ -266,8 +266,10 @@ class DecodeSm90:
                 cute.arch.mbarrier_init(ring.full + slot, 1)
                 cute.arch.mbarrier_init(ring.empty + slot, 4)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+            cpasync.prefetch_descriptor(atomK)
+            cpasync.prefetch_descriptor(atomV)
         stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
+        cute.arch.sync_threads()
         if warp >= PRODUCER_WARP:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

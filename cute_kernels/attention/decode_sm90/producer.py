@@ -98,9 +98,6 @@ class Producer:
     def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
         lane = cute.arch.lane_idx()
-        if lane == 0:
-            cpasync.prefetch_descriptor(k.atom)
-            cpasync.prefetch_descriptor(v.atom)
         sBoxes = self.ring_boxes(ring)
         done = Int32(0)
         b, item, tile = stretch.b, stretch.item, stretch.tile
@@ -163,4 +160,4 @@ class Producer:
                         phase = phase ^ 1
             done = done + segment.count
             tile = Int32(0)
-            b, item = next_item(segment, shape)
+            b, item = next_item(segment, shape, stretch.item_step)
