@@ -54,7 +54,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         k, v: (num_blocks, block_size, Hkv, D) with ``block_table``, else (total_k, Hkv, D);
             float8_e4m3fn, or q's dtype; any strides with a contiguous last dim.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, tokens; an int or a 0-d tensor
-            (one on the device is not read). No query of a sequence past max_seqlen_q is computed.
+            (one on the device is not read). They choose the kernel variant, not the result.
         cu_seqlens_q: (B + 1,) int32, where each sequence's queries start in q.
         cu_seqlens_k: (B + 1,) int32, where each sequence's keys start in ragged k and v; with a
             block table, and without seqused_k, its differences are the key lengths.
@@ -71,8 +71,8 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
             left as they are (in a new tensor on the GPU: undefined).
         k_descale, v_descale: float32 factors of an FP8 cache: (), (1,), (Hkv,) or (B, Hkv), any
             strides; None means 1.
-        num_splits: 0 balances the keys over the device; n > 0 is a hint that no piece should be
-            shorter than max_seqlen_k / n. The result does not depend on it beyond rounding.
+        num_splits: an int >= 0, accepted for callers that choose it. The decode kernel deals key
+            tiles evenly over the device on its own and does not need the hint.
         s_aux: (Hq,) attention sinks, natural log units, added to each row's softmax denominator.
         deterministic: a sequence's bits do not depend on the rest of the batch. (The same call
             gives the same bits in any case.)

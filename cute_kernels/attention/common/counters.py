@@ -23,7 +23,8 @@ class CounterArena:
     def __init__(self, device: torch.device):
         self._device = device
         self._lock = threading.Lock()
-        self._arena: torch.Tensor | None = None
+        # All arenas are kept: recorded graphs know only addresses.
+        self._arenas: list[torch.Tensor] = []
         self._used = 0
         self._by_stream: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -41,15 +42,16 @@ class CounterArena:
         return counters
 
     def _cut(self, count: int, capturing: bool) -> torch.Tensor:
-        if self._arena is None or self._used + count > self._arena.numel():
+        if not self._arenas or self._used + count > _ARENA_COUNTERS:
             if capturing:
-                # An allocation made now belongs to the graph: it is zeroed by each replay.
+                # An allocation made now belongs to the graph, which zeroes it in each replay.
                 return torch.zeros(count, dtype=torch.int32, device=self._device)
-            self._arena = torch.zeros(_ARENA_COUNTERS, dtype=torch.int32, device=self._device)
-            self._used = 0
+            arena = torch.zeros(_ARENA_COUNTERS, dtype=torch.int32, device=self._device)
             # Other streams may use their slices at once.
             torch.cuda.synchronize(self._device)
-        counters = self._arena[self._used : self._used + count]
+            self._arenas.append(arena)
+            self._used = 0
+        counters = self._arenas[-1][self._used : self._used + count]
         self._used += count
         return counters
 
