@@ -27,3 +27,16 @@ def device_arch(index: int) -> DeviceArch:
     capability = (properties.major, properties.minor)
     target = TARGETS.get(capability, f"sm_{properties.major}{properties.minor}")
     return DeviceArch(capability, target, properties.multi_processor_count)
+
+
+def current_device() -> int:
+    """Index of the current CUDA device."""
+    return torch._C._cuda_getDevice()
+
+
+def current_stream(index: int) -> int:
+    """Raw handle of device ``index``'s current stream.
+
+    ``torch.cuda.current_stream`` builds a Stream object for it: 40 us of a call on one host.
+    """
+    return torch._C._cuda_getCurrentRawStream(index)

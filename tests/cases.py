@@ -131,6 +131,11 @@ def _default_grid() -> list[AttentionCase]:
         _case("prefill-200", kv_lens=(200, 333, 500), q_lens=(200, 1, 130)),
         _case("prefill-longer-than-kv", kv_lens=(100, 30), q_lens=(150, 64)),
         _case("one-sequence", batch=1, kv=5000),
+        # All sequences alike: whole items dealt round-robin, then stretches that split them evenly.
+        _case("alike-d512", kv_lens=(128,) * 128, head_size=512, num_kv_heads=4),
+        _case("alike-d256", kv_lens=(250,) * 40, head_size=256, num_q_heads=32, num_kv_heads=16),
+        _case("alike-split", kv_lens=(4096,) * 4, q_len=2),
+        _case("ragged-short", page_size=None, kv_lens=(3, 5)),
         _case("splits-2", num_splits=2, kv=2000),
         _case("splits-7-sinks", num_splits=7, kv=2000, sinks=True, q_len=4),
         _case("splits-32-short", num_splits=32, kv=200),

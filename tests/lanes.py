@@ -18,7 +18,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,8 +56,10 @@ class Lanes:
 
 
 def _floordiv(x: Any, y: Any) -> Any:
-    # By 0: all ones, as the hardware answers. Who divides by 0 must not depend on it.
-    return np.where(y == 0, -1, x // np.where(y == 0, 1, y))
+    zero = np.broadcast_to(y == 0, (WARP,))
+    if (zero & _active).any():
+        raise ZeroDivisionError("a lane of a warp divides by 0")
+    return x // np.where(zero, 1, y)
 
 
 def _lift(function: Callable, reflected: bool) -> Callable:

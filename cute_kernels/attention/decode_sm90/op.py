@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from cute_kernels.arch import device_arch
+from cute_kernels.arch import current_device, current_stream, device_arch
 from cute_kernels.attention.arguments import AttentionProblem
 from cute_kernels.attention.common.counters import counters_for
 from cute_kernels.attention.decode_sm90.config import (
@@ -95,7 +95,7 @@ def run(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None) 
     tokens past cu_seqlens_q[-1] are left as they are.
     """
     index = problem.q.device.index
-    if index == torch.cuda.current_device():
+    if index == current_device():
         _launch(problem, out, lse, index)
     else:
         with torch.cuda.device(index):
@@ -104,7 +104,9 @@ def run(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None) 
 
 def _launch(problem: AttentionProblem, out, lse, index: int) -> None:
     q = _aligned_queries(problem.q)
-    target_out = out if _aligned(out, 4, 8) else torch.empty_like(q)
+    # A copy, not an empty tensor: rows past cu_seqlens_q[-1] must survive the way back.
+    contiguous = torch.contiguous_format
+    target_out = out if _aligned(out, 4, 8) else out.clone(memory_format=contiguous)
     k, v, paged = problem.k, problem.v, problem.block_table is not None
     if k.numel() == 0:
         k = v = torch.zeros((1, TILE_TOKENS, *k.shape[-2:]), dtype=k.dtype, device=k.device)
@@ -121,7 +123,7 @@ def _launch(problem: AttentionProblem, out, lse, index: int) -> None:
     workspace = torch.empty(
         2 * ctas * config.rows * (head_size + 1), dtype=torch.float32, device=q.device
     )
-    counters = counters_for(q.device, torch.cuda.current_stream().cuda_stream, ctas)
+    counters = counters_for(q.device, current_stream(index), ctas)
     compiled(config, arch.target)(
         workspace,
         _addresses(problem, q, k, v, target_out, lse, counters),
