@@ -4,10 +4,10 @@ The functions under test are the kernel's own, run as Python by tests/lanes.py. 
 `decode_sm90/consumer.py` and `fixup.py`, are only the walk over a CTA's segments, the choice of a
 slot for a partial result, and the CTAs that share an item.
 
-Proved, for the lengths that hypothesis draws: the CTAs' stretches lie end to end on the line of
-tiles and cover it; `cta_of_tile` is their inverse; a CTA has at most two partial results; every
-part of an item lies in the slot where its readers look, no slot and no counter serves two items;
-every item loads exactly the tiles in which one of its queries sees a key; no int32 overflows.
+Proved, for the lengths that hypothesis draws: the CTAs' shares are equal and cover every tile of
+every item once; `cta_of_tile` is the inverse of the plan; a CTA has at most two partial results;
+every part of an item lies in the slot where its readers look, no slot and no counter serves two
+items; every item loads exactly the tiles in which one of its queries sees a key; no int32 overflows.
 
 Only the GPU tests prove: that the compiled code does the same, that all CTAs are resident, that
 parts are written before they are read and counters cleared for the next launch, and what is
@@ -37,14 +37,17 @@ UNLIMITED = plan.UNLIMITED
 
 
 class Part(NamedTuple):
-    """A CTA's work on one item: tiles [tile, tile + count) of it, from `line` on the line on."""
+    """A CTA's work on one item: tiles [tile, tile + count) of it.
+
+    line_start: where the item's tiles start on the line, as the CTA works it out.
+    """
 
     cta: int
     b: int
     item: int
     tile: int
     count: int
-    line: int
+    line_start: int
     chunk: Any
 
     @property
@@ -116,12 +119,12 @@ class Batch:
         while done < stretch.count:
             left = stretch.count - done
             segment = plan.segment_at(self.lengths, self.shape, b, item, tile, left, self.rows)
-            line = stretch.begin + done
-            parts.append(Part(cta, segment.b, item, tile, segment.count, line, segment.chunk))
+            start = stretch.begin + done - tile
+            parts.append(Part(cta, segment.b, item, tile, segment.count, start, segment.chunk))
             assert segment.head == item % self.kv_heads
             done += segment.count
             tile = 0
-            b, item = plan.next_item(segment, self.shape)
+            b, item = plan.next_item(segment, self.shape, stretch.item_step)
         return parts
 
     def by_item(self) -> dict[tuple[int, int], list[Part]]:
@@ -135,54 +138,61 @@ class Batch:
 
 
 def check_stretches(batch: Batch) -> None:
-    """They lie end to end, are equal but for one tile, and begin at the tile they name."""
+    """They share the line equally, and each begins at the tile it names."""
     first = batch.stretches[0]
-    assert {(s.total, s.ctas) for s in batch.stretches} == {(batch.total, first.ctas)}
+    plans = {(s.total, s.ctas, s.item_step) for s in batch.stretches if s.count}
+    assert plans <= {(batch.total, first.ctas, first.item_step)}
     assert 1 <= first.ctas <= batch.max_ctas
     working = batch.stretches[: first.ctas]
     assert sum(s.count for s in working) == batch.total
     assert not any(s.count for s in batch.stretches[first.ctas :])
-    assert first.begin == 0 and all(x.begin + x.count == y.begin for x, y in pairwise(working))
     counts = {s.count for s in working}
     assert max(counts) - min(counts) <= 1
     assert first.ctas == 1 or min(counts) >= batch.min_tiles
-    for cta, stretch in enumerate(working):
-        if stretch.count:
-            seq = batch.sequences[stretch.b]
-            assert 0 <= stretch.tile < seq.tiles
-            assert 0 <= stretch.item < seq.chunks * batch.kv_heads
-            assert batch.line_of(stretch.b, stretch.item) + stretch.tile == stretch.begin
-            tiles = {stretch.begin, stretch.begin + stretch.count - 1}
-            tiles |= set(range(stretch.begin, stretch.begin + min(stretch.count, 200)))
-            owners = {plan.cta_of_tile(tile, batch.total, stretch.ctas) for tile in tiles}
-            assert owners == {cta}
+    for stretch in filter(lambda s: s.count, working):
+        seq = batch.sequences[stretch.b]
+        assert 0 <= stretch.tile < seq.tiles
+        assert 0 <= stretch.item < seq.chunks * batch.kv_heads
+        assert batch.line_of(stretch.b, stretch.item) + stretch.tile == stretch.begin
 
 
 def check_parts_cover_the_items(batch: Batch) -> None:
+    """Every tile of the line is in one part, and no part crosses the end of its item."""
     line = 0
-    for part in batch.parts:
-        assert part.line == line == batch.line_of(part.b, part.item) + part.tile
+    for part in sorted(batch.parts, key=lambda part: (part.b, part.item, part.tile)):
+        assert line == batch.line_of(part.b, part.item) + part.tile
         assert 0 < part.count <= batch.sequences[part.b].tiles - part.tile
         line += part.count
     assert line == batch.total
 
 
+def check_owners(batch: Batch) -> None:
+    """`cta_of_tile` inverts the plan, except where whole items are dealt round-robin."""
+    ctas = batch.stretches[0].ctas
+    for cta, stretch in enumerate(batch.stretches):
+        if stretch.item_step == 1 and stretch.count:
+            tiles = {stretch.begin, stretch.begin + stretch.count - 1}
+            tiles |= set(range(stretch.begin, stretch.begin + min(stretch.count, 200)))
+            assert {plan.cta_of_tile(tile, batch.total, ctas) for tile in tiles} == {cta}
+
+
 def check_partial_results(batch: Batch) -> None:
+    """All CTAs of a shared item find the same readers, slots and counter, which are its alone."""
     counters, slots = set(), set()
     ctas = batch.stretches[0].ctas
     for (b, item), parts in batch.by_item().items():
         tiles, start = batch.sequences[b].tiles, batch.line_of(b, item)
+        if parts[0].count == tiles:
+            continue
+        assert {part.line_start for part in parts} == {start}
         first = plan.cta_of_tile(start, batch.total, ctas)
         last = plan.cta_of_tile(start + tiles - 1, batch.total, ctas)
         assert [part.cta for part in parts] == list(range(first, last + 1))
-        # Whole items are written as they are; for the others each CTA finds the same readers.
-        assert all((part.count == tiles) == (first == last) for part in parts)
-        if first != last:
-            where = [fixup.slot_of_part(first, i) for i in range(len(parts))]
-            assert [part.slot for part in parts] == where
-            assert first not in counters and not slots & set(where)
-            counters.add(first)
-            slots |= set(where)
+        where = [fixup.slot_of_part(first, i) for i in range(len(parts))]
+        assert [part.slot for part in parts] == where
+        assert first not in counters and not slots & set(where)
+        counters.add(first)
+        slots |= set(where)
     # Two slots a CTA: at most one item continued (even slot) and one begun.
     assert all(0 <= slot < 2 * ctas for slot in slots)
 
@@ -213,6 +223,7 @@ def check(batch: Batch) -> None:
         assert seq.q_len == 0 or (seq.tiles > 0) == (used > 0)
     check_stretches(batch)
     check_parts_cover_the_items(batch)
+    check_owners(batch)
     check_partial_results(batch)
     check_loaded_tiles(batch)
 
@@ -228,8 +239,10 @@ def batches(draw: Any) -> Batch:
     size = draw(st.integers(0, 70))
     if draw(st.booleans()):
         pairs = draw(st.lists(st.tuples(KV_LENS, Q_LENS), min_size=size, max_size=size))
-    else:  # alike, which the plan treats in a way of its own
-        pairs = [draw(st.tuples(KV_LENS, Q_LENS))] * size
+    else:  # alike, or alike in work only: the plan treats such batches in ways of their own
+        kv, q = draw(st.tuples(KV_LENS, Q_LENS))
+        pairs = [(kv << k, q >> k) for k in draw(st.sampled_from(((0,), (0, 1), (2, 0))))]
+        pairs = (pairs * size)[:size]
     return Batch(
         kv_lens=tuple(kv for kv, _ in pairs),
         q_lens=tuple(q for _, q in pairs),
@@ -262,6 +275,7 @@ def test_any_batch(batch):
         Batch((64, 6400), (1, 0), max_ctas=4),  # the longest sequence has no work
         Batch((0,) * 40 + (500,) + (0,) * 40, (1,) * 81, max_ctas=9),
         Batch((100,) * 33, (1,) * 33, max_ctas=132),
+        Batch((128, 256), (32, 16), max_ctas=2),  # equal work, unlike items
         Batch((3,), (8,), group=4, rows=8),  # more queries than keys: the first see nothing
         Batch((20_000, 5), (300, 2), group=3, kv_heads=2, rows=16, left=500, max_ctas=132),
         Batch(((1 << 30) - 1,), (1,), kv_heads=8, group=8, max_ctas=528),
@@ -283,10 +297,15 @@ def test_more_sequences_than_one_warp_sees_at_once():
 def test_uniform_batches_get_whole_items():
     """64 sequences of 8192 keys and 4 KV heads: 128 of 132 CTAs take two whole items each."""
     batch = Batch((8192,) * 64, (1,) * 64, kv_heads=4, group=8, max_ctas=132)
+    check(batch)
     assert batch.stretches[0].ctas == 128
     assert all(part.count == 128 for part in batch.parts)
-    # One CTA fewer for no gain is not worth it: 7 CTAs cannot be had from 10.
+    # Dealt round-robin: all CTAs are at neighbouring items at the same time.
+    items = [(part.b * 4 + part.item) for part in batch.parts]
+    assert items == [item for cta in range(128) for item in (cta, cta + 128)]
+    # Giving up 3 of 10 CTAs is not worth it.
     batch = Batch((6400,) * 7, (1,) * 7, max_ctas=10)
+    check(batch)
     assert batch.stretches[0].ctas == 10
 
 
