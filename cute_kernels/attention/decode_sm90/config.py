@@ -139,6 +139,18 @@ def make_config(
     return replace(draft, stages=stages)
 
 
+def grid_ctas(config: DecodeConfig, sm_count: int) -> int:
+    """CTAs to launch. All of them are resident at once, which fixup.py relies on.
+
+    At one CTA an SM, 128 of 132 SMs read faster than all of them, also where the work is dealt to
+    128 CTAs either way (H200, 2026-11-29: B64 S8192 32/4 D512 470 us with 128 launched, 480 us with
+    132 launched and 4 idle). At two CTAs an SM it is the other way round (B32 64/8 D128: 128, 126).
+    """
+    if config.ctas_per_sm == 1:
+        return sm_count - sm_count % 16 if sm_count >= 16 else sm_count
+    return sm_count * config.ctas_per_sm
+
+
 def row_bucket(head_size: int, packed_rows: int) -> int:
     """The smallest bucket that holds ``packed_rows`` rows, else the largest (in chunks)."""
     buckets = row_buckets(head_size)

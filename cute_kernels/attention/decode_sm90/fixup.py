@@ -41,7 +41,7 @@ from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerLane
 
 # Parts whose loads a thread has in flight while it combines.
-_BATCH = 6
+_BATCH = 8
 # Threads that read one part's row side by side, at least: 4 times 16 bytes are two sectors.
 _MIN_WIDTH = 4
 

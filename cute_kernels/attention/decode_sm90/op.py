@@ -17,6 +17,7 @@ from cute_kernels.attention.decode_sm90.config import (
     TILE_TOKENS,
     DecodeConfig,
     box_tokens_for_page,
+    grid_ctas,
     make_config,
     row_bucket,
 )
@@ -119,7 +120,7 @@ def _launch(problem: AttentionProblem, out, lse, index: int) -> None:
     page_size = k.shape[1] if paged else k.shape[0]
     config = _config(head_size, problem.max_seqlen_q * group, q.dtype, page_size if paged else None)
     arch = device_arch(index)
-    ctas = arch.sm_count * config.ctas_per_sm
+    ctas = grid_ctas(config, arch.sm_count)
     workspace = torch.empty(
         2 * ctas * config.rows * (head_size + 1), dtype=torch.float32, device=q.device
     )
