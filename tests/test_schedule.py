@@ -7,7 +7,7 @@ slot for a partial result, and the CTAs that share an item.
 Proved, for the lengths that hypothesis draws: the CTAs' shares are equal and cover every tile of
 every item once; `cta_of_tile` is the inverse of the plan; a CTA has at most two partial results;
 every part of an item lies in the slot where its readers look, no slot and no counter serves two
-items; every item loads exactly the tiles in which one of its queries sees a key; no int32 overflows.
+items; an item loads exactly the tiles in which one of its queries sees a key; no int32 overflows.
 
 Only the GPU tests prove: that the compiled code does the same, that all CTAs are resident, that
 parts are written before they are read and counters cleared for the next launch, and what is

@@ -325,14 +325,15 @@ def _check_no_grad(tensors: tuple[torch.Tensor | None, ...]) -> None:
 
 
 def _check_max_seqlen(name: str, value: int | torch.Tensor, device_bound: int) -> int:
-    """An int, or a 0-d integer tensor; one on an accelerator is not read: `device_bound`."""
+    """An int, or a 0-d integer tensor; one on an accelerator, or in a trace, is not read."""
     if type(value) is int and value >= 0:
         return value
     accepted = "an int >= 0 or a 0-d integer tensor"
     if isinstance(value, torch.Tensor):
         if value.dim() != 0 or value.dtype not in _INT_DTYPES:
             _refuse(name, _describe(value), accepted)
-        if value.device.type != "cpu":
+        traced = torch.compiler.is_compiling() or type(value) is not torch.Tensor
+        if traced or value.device.type != "cpu":
             return device_bound
         value = value.item()
     if isinstance(value, torch.SymInt):

@@ -96,36 +96,16 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
             accepted.
         NotImplementedError: an argument of other engines' functions that is not implemented.
     """
-    arguments = {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": window_size,
-        "softcap": softcap,
-        "block_table": block_table,
-        "return_softmax_lse": return_softmax_lse,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-        "num_splits": num_splits,
-        "s_aux": s_aux,
-        "deterministic": deterministic,
-    }
-    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
-        if others or k_block_scale is not None or v_block_scale is not None or fa_version != 4:
-            # checked here: the traced op does not carry them
-            validate(
-                q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k,
-                out=out, k_block_scale=k_block_scale, v_block_scale=v_block_scale,
-                fa_version=fa_version, **arguments, **others,
-            )  # fmt: skip
-        return _traced(
-            q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k, out,
-            arguments,
-        )  # fmt: skip
     problem = validate(
         q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k,
-        out=out, k_block_scale=k_block_scale, v_block_scale=v_block_scale,
-        fa_version=fa_version, **arguments, **others,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        block_table=block_table, return_softmax_lse=return_softmax_lse, out=out,
+        k_descale=k_descale, v_descale=v_descale, k_block_scale=k_block_scale,
+        v_block_scale=v_block_scale, num_splits=num_splits, s_aux=s_aux,
+        deterministic=deterministic, fa_version=fa_version, **others,
     )  # fmt: skip
+    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
+        return _traced(problem, max_seqlen_q, max_seqlen_k)
     return run(problem)
 
 
@@ -193,25 +173,25 @@ _LIBRARY.impl("flash_attn_varlen", _op, "CompositeExplicitAutograd")
 torch.library.register_fake("cute_kernels::flash_attn_varlen", lambda *args: None, lib=_LIBRARY)
 
 
-def _traced(
-    q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k, out, arguments
-):
-    """The call as one op of the traced graph; out and LSE are allocated in the graph."""
-    result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+def _traced(problem: AttentionProblem, max_seqlen_q, max_seqlen_k):
+    """The call as one op of the traced graph; out and LSE are allocated in the graph.
+
+    ``validate`` has run in the trace, so that refusals (gradients among them) come at trace time;
+    the op validates again, because a graph may be fed other shapes than it was traced with. For the
+    same reason it gets the caller's max_seqlen_q, not the smaller bound of the traced shapes.
+    """
+    p, q = problem, problem.q
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if p.out is None else p.out
     lse = None
-    if arguments.pop("return_softmax_lse"):
+    if p.return_lse:
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-    left, right = (-1, -1) if arguments["window_size"] is None else arguments["window_size"]
     bound_q = q.shape[0] if isinstance(max_seqlen_q, torch.Tensor) else max_seqlen_q
     bound_k = max_seqlen_k
     if max_seqlen_k is None or isinstance(max_seqlen_k, torch.Tensor):
         bound_k = 0
     torch.ops.cute_kernels.flash_attn_varlen(
-        q, k, v, bound_q, cu_seqlens_q, bound_k, cu_seqlens_k, seqused_k, result, lse,
-        arguments["softmax_scale"], arguments["causal"],
-        -1 if left is None else left, -1 if right is None else right,
-        arguments["softcap"], arguments["block_table"], arguments["k_descale"],
-        arguments["v_descale"], arguments["num_splits"], arguments["s_aux"],
-        arguments["deterministic"],
+        q, p.k, p.v, bound_q, p.cu_seqlens_q, bound_k, p.cu_seqlens_k, p.seqused_k, out, lse,
+        p.softmax_scale, False, p.window_left, p.window_right, p.softcap, p.block_table,
+        p.k_descale, p.v_descale, p.num_splits, p.sinks, p.deterministic,
     )  # fmt: skip
-    return result if lse is None else (result, lse)
+    return out if lse is None else (out, lse)

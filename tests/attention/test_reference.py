@@ -241,8 +241,9 @@ def test_cases_span_tiles_and_splits():
         assert {2, 7, 32} <= {case.num_splits for case in long}
         assert any(case.packed_rows > 64 for case in long)
         assert any(n % TILE for case in long for n in case.kv_lens)
-        short = [case.id for case in cases if case.tiles < 3]
-        assert len(short) <= 1, short
+        # Two are about length itself, one about many items of two tiles.
+        short = {case.id for case in cases if case.tiles < 3}
+        assert short <= {"prefill-longer-than-kv", "ragged-short", "alike-d512"}, short
 
 
 def test_inputs_are_poisoned():

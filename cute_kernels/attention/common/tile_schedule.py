@@ -240,18 +240,22 @@ def stretch_of_cta(
     most_work = Int32(0)
     least_work = Int32(0x7FFFFFFF)
     most_tiles = Int32(0)
+    least_tiles = Int32(0x7FFFFFFF)
     for base in cutlass.range(0, shape.batch, 32, unroll=1):
         work, tiles = _work(lengths, shape, base + lane, rows)
         total = total + work
-        most_tiles = cutlass.max(most_tiles, tiles)
-        most_work = cutlass.max(most_work, work)
         if work > 0:
+            most_work = cutlass.max(most_work, work)
             least_work = cutlass.min(least_work, work)
+            most_tiles = cutlass.max(most_tiles, tiles)
+            least_tiles = cutlass.min(least_tiles, tiles)
     total = dsl.warp_sum_b32(total)
-    uniform = Int32(0)
-    if dsl.warp_max_b32(most_work) == dsl.warp_min_b32(least_work):
-        uniform = Int32(1)
+    most_work = dsl.warp_max_b32(most_work)
     most_tiles = dsl.warp_max_b32(most_tiles)
+    # Equal work alone may be few long items or many short ones.
+    uniform = Int32(0)
+    if (most_work == dsl.warp_min_b32(least_work)) & (most_tiles == dsl.warp_min_b32(least_tiles)):
+        uniform = Int32(1)
     ctas = _participants(total, most_tiles, uniform, max_ctas, shape.min_tiles)
 
     quotient = total // ctas
