@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
 import torch
 
 
-def requires(*, sm90: bool = False, gpu_gib: float = 0.0, dsl: str = "") -> None:
+def requires(*, sm90: bool = False, gpu_gib: float = 0.0, dsl: str = "", package: str = "") -> None:
     """Skip the running test where this machine lacks what it needs.
 
     Args:
         sm90: a CUDA device of compute capability 9.0.
         gpu_gib: GiB of free memory on that device.
         dsl: this release of nvidia-cutlass-dsl.
+        package: a package that is read, not imported, by the name it would be imported as.
     """
+    if package and find_spec(package) is None:
+        pytest.skip(f"needs the package {package}")
     if dsl and version("nvidia-cutlass-dsl") != dsl:
         pytest.skip(f"needs nvidia-cutlass-dsl {dsl}, {version('nvidia-cutlass-dsl')} is installed")
     if (sm90 or gpu_gib) and not torch.cuda.is_available():

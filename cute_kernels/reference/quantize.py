@@ -10,11 +10,11 @@ operation rounded to nearest, none contracted, no subnormal flushed.
 from __future__ import annotations
 
 import difflib
-import enum
 from collections.abc import Iterable
 
 import torch
 
+from cute_kernels.formats import KV_CACHE_DTYPES, ScaleSearch
 from cute_kernels.numerics import e2m1, e4m3, ue8m0, widened
 
 NVFP4_GROUP = 16
@@ -26,25 +26,10 @@ _MXFP4_MIN_AMAX = 6.0 * 2.0**-126
 _SCALE_RANGE = (2.0**-100, 2.0**100)
 
 
-class ScaleSearch(enum.Enum):
-    """How the block scale of an nvfp4 group is chosen; a reader need not know.
-
-    DEFAULT maps the largest magnitude to 6. FOUR_OVER_SIX also tries 4, beside which the grid is
-    finer, and keeps the smaller error (https://arxiv.org/abs/2512.02010). MSE tries every E4M3
-    code from the one for 4 down to the one for 7.
-    """
-
-    DEFAULT = "default"
-    FOUR_OVER_SIX = "four_over_six"
-    FOUR_OVER_SIX_K_ONLY = "four_over_six_k_only"  # FOUR_OVER_SIX for keys, DEFAULT for values
-    MSE = "mse"
-
-
+# The searches by name. FOUR_OVER_SIX also tries 4 as the largest magnitude, beside which the grid
+# is finer, and keeps the smaller error (https://arxiv.org/abs/2512.02010).
 NVFP4_SCALE_SEARCH = {
-    "nvfp4": ScaleSearch.DEFAULT,
-    "nvfp4_4over6": ScaleSearch.FOUR_OVER_SIX,
-    "nvfp4_4over6_k": ScaleSearch.FOUR_OVER_SIX_K_ONLY,
-    "nvfp4_mse": ScaleSearch.MSE,
+    name: dtype.scale_search for name, dtype in KV_CACHE_DTYPES.items() if dtype.storage == "nvfp4"
 }
 
 

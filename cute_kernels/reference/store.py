@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.formats import KV_CACHE_DTYPES, ScaleLayout
 from cute_kernels.numerics import e4m3
 from cute_kernels.reference.quantize import (
     NVFP4_GROUP,
-    NVFP4_SCALE_SEARCH,
     as_scale,
     dequantize_mxfp4,
     dequantize_nvfp4,
@@ -45,11 +45,11 @@ __all__ = [
 
 # The name a user gives -> the storage format, all that a reader needs.
 _STORAGE = {
-    "fp8": "fp8_e4m3",
-    "fp8_e4m3": "fp8_e4m3",
-    **dict.fromkeys(NVFP4_SCALE_SEARCH, "nvfp4"),
+    name: dtype.storage
+    for name, dtype in KV_CACHE_DTYPES.items()
+    if dtype.storage in ("fp8_e4m3", "nvfp4")
 }
-_SCALE_LAYOUTS = ("linear", "sm100")
+_SCALE_LAYOUTS = tuple(layout.value for layout in ScaleLayout)
 _SWIZZLE_TOKENS = 4
 _NVFP4_BYTES = 9  # for 16 elements: 8 of data, 1 of scale
 

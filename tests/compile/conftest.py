@@ -27,3 +27,11 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             unfinished.write_text(text, encoding="utf-8")
             os.replace(unfinished, path)
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The first test to ask waits for all variants: minutes, on a machine that is busy."""
+    if config.pluginmanager.hasplugin("timeout"):
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.timeout(1500))

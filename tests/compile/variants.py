@@ -23,13 +23,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.attention.decode_sm90.config import DecodeConfig, make_config, support_table
+from cute_kernels.attention.decode_sm90.config import (
+    TILE_TOKENS,
+    DecodeConfig,
+    make_config,
+    support_table,
+)
 from tests.compile import cubin
 
 RECORD = Path(__file__).resolve().parents[2] / "perf" / "results" / "resources_sm90a.json"
 TARGET = "sm_90a"
 WORKERS = 2
-# Asks ptxas for its remarks ("setmaxnreg ignored", "wgmma serialized"); costs half as much again.
+# Asks ptxas for its remarks ("setmaxnreg ignored", "wgmma serialized"); twice as slow or worse.
 REMARKS = " --remark-filter=ptxas --ptxas-options '-v'"
 COLUMNS = ("registers", "stack_bytes", "local_memory_instructions", "shared_bytes", "threads")
 
@@ -37,8 +42,8 @@ Report = dict[str, Any]
 
 
 def wants_remarks(config: DecodeConfig) -> bool:
-    """The box only changes the loads, so one box will do, except where setmaxnreg is at stake."""
-    return config.uses_wgmma and (config.consumer_registers > 0 or config.box_tokens == 64)
+    """Wherever there is wgmma or setmaxnreg to complain about; the box only changes the loads."""
+    return config.uses_wgmma and config.box_tokens == TILE_TOKENS
 
 
 def setmaxnreg_ignored() -> DecodeConfig:

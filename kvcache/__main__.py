@@ -1,0 +1,3 @@
+from kvcache.cli import main
+
+main(prog_name="python -m kvcache")

@@ -1,0 +1,121 @@
+"""The command line: `python -m kvcache explain`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import cute_kernels
+from kvcache.blocks import get_preferred_block_size_for_config
+from kvcache.config import capability_of
+from kvcache.hybrid import LayerGroup, plan_pages
+from kvcache.models import LayerKind, layer_kinds
+from kvcache.selection import can_run, explain, select_kernel
+
+
+@click.group()
+@click.version_option(cute_kernels.__version__, prog_name="kvcache")
+def main() -> None:
+    """What the kernels of cute-kernels can do for a model."""
+
+
+@main.command("explain")
+@click.option(
+    "--model",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A model's config.json, in the Hugging Face format.",
+)
+@click.option("--arch", default="sm_90a", show_default=True, help="The GPU, like sm_90a.")
+@click.option(
+    "--kv-cache-dtype", default="auto", show_default=True, help="Like fp8; auto is the model's."
+)
+@click.option("--text-only", is_flag=True, help="No images will be sent to the model.")
+@click.option("--verbose", is_flag=True, help="Also say what each kernel refuses, and why.")
+def explain_command(
+    model: Path, arch: str, kv_cache_dtype: str, text_only: bool, verbose: bool
+) -> None:
+    """Say for each kind of layer which kernel serves it, or why none does.
+
+    The exit status is 1 where a kind of layer with a KV cache has no kernel. Heads are the whole
+    model's: tensor parallelism divides them.
+    """
+    try:
+        text = json.loads(model.read_text(encoding="utf-8"))
+        if not isinstance(text, dict):
+            raise ValueError(f"a config.json holds an object, this is a {type(text).__name__}")
+        kinds = layer_kinds(text, kv_cache_dtype, capability_of(arch), text_only=text_only)
+    except ValueError as error:
+        raise click.ClickException(f"{model}: {error}") from error
+    reasons = [_reason(kind) for kind in kinds]
+    # Files and pipes have no width, and a cut table there cannot be widened.
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+    console.print(_table(kinds, reasons))
+    for kind, reason in zip(kinds, reasons, strict=True):
+        if verbose and kind.config is not None:
+            console.print(Text(f"{kind.name}: {explain(kind.config)}"))
+        elif reason is not None:
+            console.print(Text(f"{kind.name}: {reason}"))
+    if any(reason is not None for reason in reasons):
+        raise SystemExit(1)
+    _print_plan(console, kinds)
+
+
+def _reason(kind: LayerKind) -> str | None:
+    """Why these layers are not served, or None: also for layers that need no serving."""
+    if kind.config is not None:
+        return can_run(kind.config)
+    return kind.note if kind.has_kv_cache else None
+
+
+def _table(kinds: Sequence[LayerKind], reasons: Sequence[str | None]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for title in ("layers", "#", "window", "heads", "size", "kernel", "page", "bytes/token"):
+        table.add_column(title, no_wrap=True)
+    for kind, reason in zip(kinds, reasons, strict=True):
+        count = str(len(kind.layers))
+        config = kind.config
+        if config is None:
+            table.add_row(kind.name, count, "", "", "", "none" if reason else "not needed")
+            continue
+        served = reason is None
+        table.add_row(
+            kind.name,
+            count,
+            str(config.sliding_window or ""),
+            f"{config.num_q_heads}/{config.num_kv_heads}",
+            str(config.head_size),
+            select_kernel(config).name if served else "none",
+            str(get_preferred_block_size_for_config(1, config)) if served else "",
+            str(config.bytes_per_token) if served else "",
+        )
+    return table
+
+
+def _print_plan(console: Console, kinds: Sequence[LayerKind]) -> None:
+    groups = [
+        LayerGroup(kind.name, kind.config, len(kind.layers) - kind.shared)
+        for kind in kinds
+        if kind.config is not None and len(kind.layers) > kind.shared
+    ]
+    if len(groups) < 2:
+        return
+    plan = plan_pages(groups)
+    parts = [
+        f"{part.group.name} {part.block_size} tokens ({float(part.waste_percent):.2f} % unused)"
+        for part in plan.groups
+    ]
+    console.print(
+        Text(
+            f"one pool for all layers: pages of {plan.page_bytes} bytes, {', '.join(parts)}; "
+            f"{float(plan.waste_percent):.2f} % of the pool unused"
+        )
+    )

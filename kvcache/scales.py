@@ -1,0 +1,308 @@
+"""The scales of a quantized KV cache: values, the places a layer keeps them in, and their life.
+
+An attention layer of a serving engine holds each scale three times: a device tensor `_k_scale` that
+kernels read, a Python float `_k_scale_float`, and a host tensor `_k_scale_cpu`; the same for V, and
+for queries and probabilities where the engine quantizes them. Scales are state as weights are: they
+survive sleep and wake bit for bit, and host copies follow the device.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.formats import E4M3_MAX, E4M3_MIN_NORMAL, QuantMode, get_kv_cache_dtype
+from kvcache.writes import Transaction
+
+# 1 / scale and code * scale stay normal float32 numbers.
+SCALE_RANGE = (2.0**-100, 2.0**100)
+CACHE_SCALES = ("_k_scale", "_v_scale")
+OTHER_SCALES = ("_q_scale", "_prob_scale")
+_E4M3_CLIPS_ABOVE = 464.0  # up to here, rounding to nearest gives 448 anyway
+FORMS = ("", "_float", "_cpu")  # device tensor, Python float, host tensor
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """What the stored codes of one layer are multiplied by to give K and V.
+
+    k, v: a number, or one per KV head; kept as tuples of float32 values. For nvfp4 these are the
+    global scales.
+
+    Raises:
+        ValueError: none, or one that is not finite and within [2^-100, 2^100] as float32: a Python
+            float can round to 0 or infinity on the way to the device.
+    """
+
+    k: tuple[float, ...]
+    v: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("k", "v"):
+            object.__setattr__(self, name, _checked_scales(name, getattr(self, name)))
+
+    def tensors(
+        self, device: torch.device | str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K's and V's scales as float32: () for one value, else (Hkv,)."""
+        k, v = (
+            torch.tensor(side if len(side) > 1 else side[0], dtype=torch.float32, device=device)
+            for side in (self.k, self.v)
+        )
+        return k, v
+
+
+def suggest_scales(
+    k_absmax: float | Iterable[float],
+    v_absmax: float | Iterable[float],
+    kv_cache_dtype: str,
+    current: KVScales | None = None,
+) -> KVScales:
+    """Scales that use a format's whole range: absmax / 448 for fp8, absmax / (6 * 448) for nvfp4.
+
+    With the second, the largest block scale of a layer is about 448, so that groups 2^14 times
+    smaller than the largest still have normal E4M3 block scales. With a global scale of 1 a layer
+    of absmax 0.02 has subnormal block scales throughout, which have few bits or none.
+
+    Args:
+        k_absmax, v_absmax: the largest magnitudes seen, one number or one per KV head. Where it is
+            0, nothing was seen and the scale is 1.
+        kv_cache_dtype: a quantized dtype.
+        current: scales in use; warned about where they lose accuracy on such data.
+
+    Raises:
+        ValueError: an absmax that is negative, infinite or NaN, or so small or large that its
+            scale is out of range; a dtype without scales.
+    """
+    dtype = get_kv_cache_dtype(kv_cache_dtype)
+    if dtype.quant_mode is QuantMode.NONE:
+        raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: one that has scales")
+    absmax = {"k": _as_tuple(k_absmax), "v": _as_tuple(v_absmax)}
+    for side, values in absmax.items():
+        if not values or not all(math.isfinite(value) and value >= 0 for value in values):
+            raise ValueError(f"{side}_absmax: got {values}; accepted: finite and >= 0")
+    for side, values in absmax.items() if current is not None else ():
+        _warn_about(side, getattr(current, side), values, kv_cache_dtype)
+    largest = dtype.format.max_magnitude
+    return KVScales(
+        **{
+            side: tuple(value / largest if value else 1.0 for value in values)
+            for side, values in absmax.items()
+        }
+    )
+
+
+def save_scales(model: torch.nn.Module) -> dict[str, Any]:
+    """Every scale of a model's attention layers: `{layer name + attribute: tensor or float}`.
+
+    Taken before weights or caches are discarded (sleep); `restore_scales` puts it back. Tensors are
+    copies on the host, so they outlive the device memory.
+
+    Raises:
+        ValueError: a model without scales.
+    """
+    state = {}
+    for name, layer in _layers(model):
+        for attribute in _attributes(layer):
+            value = getattr(layer, attribute)
+            if isinstance(value, torch.Tensor):
+                # A new tensor also where the scale is on the host already.
+                value = read_scale(name, attribute, value).clone()
+            state[_key(name, attribute)] = value
+    if not state:
+        raise ValueError("model: no layer has a _k_scale or _v_scale")
+    return state
+
+
+def restore_scales(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Put saved scales back, bit for bit, into the tensors that the layers have.
+
+    Nothing is written unless everything can be.
+
+    Raises:
+        ValueError: a layer or attribute that only one of `model` and `state` has, or a tensor of
+            another shape or dtype; the message names it.
+    """
+    places = {
+        _key(name, attribute): (layer, attribute)
+        for name, layer in _layers(model)
+        for attribute in _attributes(layer)
+    }
+    for what, missing in (
+        ("model", sorted(set(state) - set(places))),
+        ("state", sorted(set(places) - set(state))),
+    ):
+        if missing:
+            raise ValueError(f"{what}: has no {', '.join(missing)}")
+    for key, (layer, attribute) in places.items():
+        here, saved = getattr(layer, attribute), state[key]
+        if _kind(here) != _kind(saved):
+            raise ValueError(f"{key}: the layer has {_kind(here)}, saved was {_kind(saved)}")
+    # Layers that shared a tensor when it was saved go on sharing it.
+    transaction = Transaction(unshare=False)
+    for key, place in places.items():
+        transaction.set(*place, state[key])
+    transaction.commit()
+
+
+def sync_host_copies(model: torch.nn.Module) -> list[str]:
+    """Make Python floats and host tensors follow the device tensors, after a refit changed those.
+
+    Reads each layer's scales from the device once. Layers without host copies are left so.
+
+    Returns:
+        The attributes that were stale, with their layers' names.
+
+    Raises:
+        ValueError: a device scale that is not finite and positive; nothing is written then.
+    """
+    transaction = Transaction()
+    stale = []
+    for name, layer in _layers(model):
+        for base in (*CACHE_SCALES, *OTHER_SCALES):
+            device = getattr(layer, base, None)
+            if device is None:
+                continue
+            value = read_scale(name, base, device)
+            check_values(name, base, value)
+            if getattr(layer, base + "_float", None) is not None and not float_agrees(
+                layer, base, value
+            ):
+                transaction.set(layer, base + "_float", value.max().item())
+                stale.append(_key(name, base + "_float"))
+            if isinstance(getattr(layer, base + "_cpu", None), torch.Tensor) and not same_bits(
+                getattr(layer, base + "_cpu"), value
+            ):
+                transaction.set(layer, base + "_cpu", value, resize=True)
+                stale.append(_key(name, base + "_cpu"))
+    transaction.commit()
+    return stale
+
+
+def read_scale(layer_name: str, attribute: str, scale: torch.Tensor) -> torch.Tensor:
+    """A scale on the host.
+
+    Raises:
+        ValueError: on the meta device there is none.
+    """
+    if scale.device.type == "meta":
+        raise ValueError(f"{layer_name}: {attribute}: is on the meta device; load the model first")
+    return scale.detach().cpu()
+
+
+def check_values(layer_name: str, attribute: str, value: torch.Tensor) -> None:
+    """Refuse scales (a host tensor) that are not finite and positive.
+
+    Raises:
+        ValueError: naming the layer and the attribute.
+    """
+    wide = value.double()
+    if not bool((wide.isfinite() & (wide > 0)).all()):
+        raise ValueError(
+            f"{layer_name}: {attribute}: got {value.tolist()}; accepted: finite and > 0"
+        )
+
+
+def float_agrees(layer: Any, base: str, value: torch.Tensor) -> bool:
+    """Whether `<base>_float` is the device's value (given as a host tensor).
+
+    One float cannot be several heads' scales; engines reduce them differently, so then any number
+    from the smallest to the largest scale passes.
+    """
+    as_stored = torch.tensor(float(getattr(layer, base + "_float")), dtype=value.dtype)
+    return bool(value.min() <= as_stored <= value.max())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors on the host have the same shape, dtype and bytes."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    # A copy: a dimension of size 1 may have stride 0, which counts as contiguous and has no bytes
+    # view.
+    a, b = (x.detach().reshape(-1).clone(memory_format=torch.contiguous_format) for x in (a, b))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if any(getattr(layer, base, None) is not None for base in CACHE_SCALES)
+    ]
+
+
+def _attributes(layer: torch.nn.Module) -> list[str]:
+    names = [base + form for base in (*CACHE_SCALES, *OTHER_SCALES) for form in FORMS]
+    return [name for name in names if getattr(layer, name, None) is not None]
+
+
+def _key(layer_name: str, attribute: str) -> str:
+    return f"{layer_name}.{attribute}" if layer_name else attribute
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _as_tuple(values: Any) -> tuple[float, ...]:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().reshape(-1).tolist()
+    elif not isinstance(values, Iterable):
+        values = (values,)
+    return tuple(map(float, values))
+
+
+def _checked_scales(name: str, values: Any) -> tuple[float, ...]:
+    given = _as_tuple(values)
+    low, high = SCALE_RANGE
+    stored = tuple(map(_as_float32, given))
+    if not stored or not all(low <= value <= high for value in stored):
+        raise ValueError(
+            f"{name} scale: got {given}; accepted: finite, within [2^-100, 2^100] as float32"
+        )
+    return stored
+
+
+def _as_float32(value: float) -> float:
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _warn_about(
+    side: str, scales: tuple[float, ...], absmax: tuple[float, ...], kv_cache_dtype: str
+) -> None:
+    """Warn where current scales clip the data or push all of it into E4M3's subnormals."""
+    storage = get_kv_cache_dtype(kv_cache_dtype).format
+    count = max(len(scales), len(absmax))
+    if len({len(scales), len(absmax)} - {1}) > 1:
+        raise ValueError(
+            f"current: {side} has {len(scales)} scales and {side}_absmax {len(absmax)} values"
+        )
+    scales, absmax = (values * count if len(values) == 1 else values for values in (scales, absmax))
+    # What is stored in E4M3: the elements themselves, or block scales 6 times smaller.
+    divisor = storage.max_magnitude / E4M3_MAX
+    what = "block scales" if storage.group else "codes"
+    largest = [peak / divisor / scale for peak, scale in zip(absmax, scales, strict=True)]
+    advice = f"; {side}_absmax / {storage.max_magnitude:g} uses the whole range"
+    if any(0 < value < E4M3_MIN_NORMAL for value in largest):
+        warnings.warn(
+            f"{side} scale {scales} with absmax {absmax}: all {what} are E4M3 subnormals (below "
+            f"2^-6) and have few bits or none{advice}",
+            stacklevel=3,
+        )
+    if any(value > _E4M3_CLIPS_ABOVE for value in largest):
+        warnings.warn(
+            f"{side} scale {scales} with absmax {absmax}: values are clipped to "
+            f"{storage.max_magnitude:g} times the scale{advice}",
+            stacklevel=3,
+        )

@@ -1,0 +1,158 @@
+"""`python -m kvcache explain`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from kvcache.cli import main
+from tests.kvcache.helpers import CONFIGS
+
+
+def explain(model: str, *options: str):
+    return CliRunner().invoke(
+        main, ["explain", "--model", str(CONFIGS / f"{model}.json"), *options]
+    )
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The table's cells by layer kind."""
+    lines = [line.split() for line in output.splitlines() if "_attention " in line]
+    return {cells[0]: cells[1:] for cells in lines if cells[0].endswith("_attention")}
+
+
+def test_a_model_that_is_served():
+    done = explain("gemma-4-defaults", "--arch", "sm_90a", "--kv-cache-dtype", "fp8")
+    assert done.exit_code == 0, done.output
+    assert rows(done.output) == {
+        "sliding_attention": ["25", "512", "8/4", "256", "decode_sm90", "64", "2048"],
+        "full_attention": ["5", "8/4", "512", "decode_sm90", "64", "4096"],
+    }
+    assert (
+        "one pool for all layers: pages of 262144 bytes, sliding_attention 128 tokens (0.00 % "
+        "unused), full_attention 64 tokens (0.00 % unused); 0.00 % of the pool unused\n"
+    ) in done.output
+
+
+def test_the_command_of_the_documentation_says_what_is_missing():
+    done = explain("gemma-4-defaults", "--arch", "sm_90a", "--kv-cache-dtype", "nvfp4")
+    assert done.exit_code == 1
+    assert [cells[-1] for cells in rows(done.output).values()] == ["none", "none"]
+    for kind in ("sliding_attention", "full_attention"):
+        (line,) = [line for line in done.output.splitlines() if line.startswith(f"{kind}: ")]
+        assert "the reader is missing" in line and "the store is missing" in line
+        assert line.endswith("the nearest kv_cache_dtype that works is 'fp8'")
+    assert "one pool" not in done.output
+
+
+def test_layers_that_share_a_cache_take_no_pages(tmp_path):
+    model = json.loads((CONFIGS / "gemma-4-defaults.json").read_text(encoding="utf-8"))
+    model["text_config"]["num_kv_shared_layers"] = 29
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(model), encoding="utf-8")
+    done = CliRunner().invoke(main, ["explain", "--model", str(path), "--kv-cache-dtype", "fp8"])
+    assert done.exit_code == 0
+    # Layer 0 is the only one with a cache: there is no pool to share.
+    assert "one pool" not in done.output
+
+
+def test_only_layers_with_a_cache_count_in_the_pool(tmp_path):
+    """The first 10 of 30 layers have caches: the plan is that of a model of 10 layers."""
+    model = json.loads((CONFIGS / "gemma-4-defaults.json").read_text(encoding="utf-8"))
+    text = {
+        **model["text_config"],
+        # 2560 bytes a token beside 4096: no pages up to 256 tokens are both full.
+        "num_attention_heads": 20,
+        "num_key_value_heads": 5,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+    }
+    ten = {"num_hidden_layers": 10, "layer_types": text["layer_types"][:10]}
+    pools = []
+    for fields in ({"num_kv_shared_layers": 20}, ten, {}):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**model, "text_config": {**text, **fields}}), encoding="utf-8")
+        done = CliRunner().invoke(
+            main, ["explain", "--model", str(path), "--kv-cache-dtype", "fp8"]
+        )
+        assert done.exit_code == 0
+        pools += [line for line in done.output.splitlines() if line.startswith("one pool")]
+    shared, short, whole = pools
+    assert shared == short != whole
+
+
+def test_layers_without_keys_and_values_need_no_kernel():
+    done = explain("qwen3-next-80b", "--kv-cache-dtype", "fp8")
+    assert done.exit_code == 0
+    assert rows(done.output)["linear_attention"] == ["36", "not", "needed"]
+
+
+def test_layer_types_that_are_not_known_fail(tmp_path):
+    model = json.loads((CONFIGS / "llama-3.1-8b.json").read_text(encoding="utf-8"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**model, "layer_types": ["new_attention"] * 32}), encoding="utf-8")
+    done = CliRunner().invoke(main, ["explain", "--model", str(path), "--kv-cache-dtype", "fp8"])
+    assert done.exit_code == 1
+    assert "new_attention: layers of type 'new_attention' are not known here\n" in done.output
+
+
+def test_options():
+    assert explain("gemma-3-4b", "--kv-cache-dtype", "fp8").exit_code == 1
+    assert explain("gemma-3-4b", "--kv-cache-dtype", "fp8", "--text-only").exit_code == 0
+    verbose = explain("llama-3.1-8b", "--kv-cache-dtype", "fp8", "--verbose").output
+    assert "  decode_sm90 reads it\n  kvcache.paged writes it\n  served\n" in verbose
+    assert "  served" not in explain("llama-3.1-8b", "--kv-cache-dtype", "fp8").output
+    # The model's own dtype is what it stores without the option, and no kernel here reads that.
+    default = explain("llama-3.1-8b")
+    assert default.exit_code == 1 and "kv_cache_dtype 'auto' on sm_90" in default.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        (("--kv-cache-dtype", "nvfp4_foo"), "got 'nvfp4_foo'; nearest: 'nvfp4'"),
+        (("--arch", "hopper"), "capability: got 'hopper'"),
+    ),
+)
+def test_wrong_options(options, message):
+    done = explain("llama-3.1-8b", *options)
+    assert done.exit_code == 1 and message in done.output and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    (
+        ("{", "Expecting property name"),
+        ("[]", "holds an object, this is a list"),
+        ("{}", "got None"),
+    ),
+)
+def test_wrong_files(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(main, ["explain", "--model", str(path)])
+    assert done.exit_code == 1 and message in done.output and str(path) in done.output
+    done = CliRunner().invoke(main, ["explain", "--model", str(tmp_path / "none.json")])
+    assert done.exit_code == 2 and "does not exist" in done.output
+
+
+def test_as_a_command_without_torch():
+    """It starts quickly: torch, the DSL and CUDA are not needed to explain."""
+    code = (
+        "import runpy, sys\n"
+        "try:\n"
+        "    runpy.run_module('kvcache', run_name='__main__')\n"
+        "finally:\n"
+        "    print({'torch', 'cutlass', 'tvm_ffi', 'cuda'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code, "explain", "--kv-cache-dtype", "fp8", "--model"]
+    done = subprocess.run(
+        [*command, str(CONFIGS / "gemma-3-270m.json")], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert rows(done.stdout)["full_attention"][-3:] == ["decode_sm90", "64", "512"]
+    assert done.stdout.endswith("set()\n")

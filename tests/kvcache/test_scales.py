@@ -1,0 +1,306 @@
+"""Scales as values, as state of a model, and their suggestion from what a layer holds."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.scales import (
+    KVScales,
+    restore_scales,
+    save_scales,
+    suggest_scales,
+    sync_host_copies,
+)
+from tests.kvcache.helpers import Layer, snapshot
+
+
+class Model(torch.nn.Module):
+    """Two attention layers of different kinds of scales, and something without scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(2, 2)
+        self.layers = torch.nn.ModuleList(
+            (
+                Layer(0.003, registration="parameter", extra=("_q_scale",)),
+                Layer([0.1, 0.2, 0.3, 0.4], registration="plain", dtype=torch.float64),
+            )
+        )
+
+
+def without_ids(layer: torch.nn.Module) -> dict[str, object]:
+    found = snapshot(layer)
+    return {name: v[1:] if isinstance(v, tuple) else v for name, v in found.items()}
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+def test_scales_are_float32_values():
+    scales = KVScales(0.1, [0.1, 0.2])
+    assert scales.k == (float(np.float32(0.1)),)
+    assert scales.v == (float(np.float32(0.1)), float(np.float32(0.2)))
+    k, v = scales.tensors()
+    assert (k.shape, v.shape, k.dtype, v.dtype) == ((), (2,), torch.float32, torch.float32)
+    assert scales == KVScales(torch.tensor(0.1), torch.tensor([0.1, 0.2]))
+
+
+@pytest.mark.parametrize(
+    "bad", (0.0, -0.003, math.nan, math.inf, 1e-50, 1e300, 2.0**-101, 2.0**101, [], [1.0, 0.0])
+)
+def test_scales_are_checked_as_float32(bad):
+    """1e-50 is a fine Python float and 0 on the device."""
+    with pytest.raises(ValueError, match="k scale: got "):
+        KVScales(bad, 1.0)
+    with pytest.raises(ValueError, match="v scale: got "):
+        KVScales(1.0, bad)
+
+
+def test_the_ends_of_the_range():
+    KVScales(2.0**-100, 2.0**100)
+    # Rounds to 2^100 in float32.
+    KVScales(1.0, 2.0**100 * (1 + 2.0**-40))
+
+
+# ---- suggestions -------------------------------------------------------------------------------
+
+
+def test_suggestions_use_the_whole_range():
+    assert suggest_scales(448.0, 44.8, "fp8") == KVScales(1.0, 0.1)
+    assert suggest_scales(2688.0, 26.88, "nvfp4") == KVScales(1.0, 0.01)
+    assert suggest_scales(2688.0, 2688.0, "nvfp4_4over6") == KVScales(1.0, 1.0)
+    heads = suggest_scales(torch.tensor([448.0, 896.0]), [224.0, 0.0], "fp8_e4m3")
+    assert heads == KVScales((1.0, 2.0), (0.5, 1.0))
+
+
+@pytest.mark.parametrize("absmax", (0.02, 1.0, 3.7, 1e5))
+def test_suggested_fp8_scales_neither_clip_nor_waste(absmax):
+    (scale,) = suggest_scales(absmax, 1.0, "fp8").k
+    code = torch.tensor(absmax / scale).to(torch.float8_e4m3fn).float().item()
+    assert code == 448.0
+
+
+def test_a_global_scale_of_1_is_warned_about():
+    """absmax 0.02 under a global scale of 1: block scales are subnormal. It works, it is warned
+    about, and the suggestion does not have it."""
+    with pytest.warns(UserWarning, match="E4M3 subnormals .* k_absmax / 2688 uses") as caught:
+        suggested = suggest_scales(0.02, 100.0, "nvfp4", current=KVScales(1.0, 1.0))
+    assert len(caught) == 1
+    assert suggested.k == KVScales(0.02 / (6 * 448), 1.0).k
+    smallest_normal = torch.finfo(torch.float8_e4m3fn).smallest_normal
+    assert 0.02 / 6 / 1.0 < smallest_normal <= 0.02 / 6 / suggested.k[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert suggest_scales(0.02, 100.0, "nvfp4", current=suggested) == suggested
+
+
+@pytest.mark.parametrize(
+    ("dtype", "absmax", "scale", "warning"),
+    (
+        ("fp8", 0.0156, 1.0, "all codes are E4M3 subnormals"),
+        ("fp8", 0.0157, 1.0, None),
+        ("fp8", 464.0, 1.0, None),
+        ("fp8", 465.0, 1.0, "values are clipped to 448 times the scale"),
+        ("nvfp4", 0.0937, 1.0, "all block scales are E4M3 subnormals"),
+        ("nvfp4", 0.0938, 1.0, None),
+        ("nvfp4", 6 * 464.0, 1.0, None),
+        ("nvfp4", 6 * 465.0, 1.0, "values are clipped to 2688 times the scale"),
+        ("nvfp4", 0.0, 1.0, None),
+    ),
+)
+def test_where_warnings_begin(dtype, absmax, scale, warning):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        suggest_scales(1.0, absmax, dtype, current=KVScales(1.0, scale))
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == (warning is not None)
+    assert all(each.startswith("v scale ") and warning in each for each in messages)
+
+
+def test_one_head_is_enough_to_warn():
+    with pytest.warns(UserWarning, match="k scale .* clipped"):
+        suggest_scales([1.0, 1000.0], 1.0, "fp8", current=KVScales(1.0, 1.0))
+    with pytest.raises(ValueError, match="current: k has 3 scales and k_absmax 2 values"):
+        suggest_scales([1.0, 2.0], 1.0, "fp8", current=KVScales([1.0] * 3, 1.0))
+
+
+@pytest.mark.parametrize("absmax", (-1.0, math.nan, math.inf, [], [1.0, -0.5]))
+def test_suggestions_refuse(absmax):
+    with pytest.raises(ValueError, match="k_absmax: got "):
+        suggest_scales(absmax, 1.0, "fp8")
+    with pytest.raises(ValueError, match="kv_cache_dtype: got 'bf16'; accepted: one that has"):
+        suggest_scales(1.0, 1.0, "bf16")
+
+
+def test_an_absmax_whose_scale_is_out_of_range():
+    with pytest.raises(ValueError, match="v scale: got "):
+        suggest_scales(1.0, 1e-35, "fp8")
+
+
+# ---- state -------------------------------------------------------------------------------------
+
+
+def test_sleep_and_wake_restore_every_bit():
+    model = Model()
+    before = [snapshot(layer) for layer in model.layers]
+    state = save_scales(model)
+    assert len(state) == 9 + 6
+    for layer in model.layers:
+        for name in before[0]:
+            if isinstance(getattr(layer, name, None), torch.Tensor):
+                getattr(layer, name).data.fill_(1.0)
+            elif hasattr(layer, name):
+                setattr(layer, name, 1.0)
+    assert [snapshot(layer) for layer in model.layers] != before
+    restore_scales(model, state)
+    # The same tensor objects, so that captured graphs read the right memory.
+    assert [snapshot(layer) for layer in model.layers] == before
+
+
+@pytest.mark.parametrize("pattern", (0x00000001, 0x7F7FFFFF, 0x3B449BA6, 0x7FC12345))
+def test_bits_survive_that_comparisons_do_not_see(pattern):
+    model = Model()
+    bits = torch.tensor(pattern, dtype=torch.int32)
+    model.layers[0]._k_scale.data.copy_(bits.view(torch.float32))
+    state = save_scales(model)
+    model.layers[0]._k_scale.data.fill_(1.0)
+    restore_scales(model, state)
+    assert model.layers[0]._k_scale.data.view(torch.int32).item() == pattern
+
+
+def test_saved_scales_do_not_share_memory_with_the_model():
+    model = Model()
+    state = save_scales(model)
+    model.layers[1]._k_scale.fill_(9.0)
+    assert state["layers.1._k_scale"].tolist() == [0.1, 0.2, 0.3, 0.4]
+    restore_scales(model, state)
+    model.layers[1]._k_scale.fill_(9.0)
+    assert state["layers.1._k_scale"].tolist() == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_layers_that_share_a_tensor_go_on_sharing_it():
+    model = Model()
+    shared = model.layers[0]._v_scale
+    model.layers[1]._v_scale = shared
+    state = save_scales(model)
+    shared.data.fill_(1.0)
+    restore_scales(model, state)
+    assert model.layers[0]._v_scale is model.layers[1]._v_scale is shared
+    assert shared.item() == state["layers.0._v_scale"].item() != 1.0
+
+
+def test_state_survives_torch_save(tmp_path):
+    model = Model()
+    before = [snapshot(layer) for layer in model.layers]
+    torch.save(save_scales(model), tmp_path / "scales.pt")
+    model.layers[0]._v_scale.data.zero_()
+    restore_scales(model, torch.load(tmp_path / "scales.pt"))
+    assert [snapshot(layer) for layer in model.layers] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (lambda s: s.pop("layers.1._v_scale"), "state: has no layers.1._v_scale"),
+        (lambda s: s.update({"layers.2._k_scale": 1.0}), "model: has no layers.2._k_scale"),
+        (
+            lambda s: s.update({"layers.1._v_scale": torch.ones(3, dtype=torch.float64)}),
+            r"layers.1._v_scale: the layer has torch.float64 \(4,\), saved was .* \(3,\)",
+        ),
+        (
+            lambda s: s.update({"layers.1._v_scale": torch.ones(4)}),
+            r"layers.1._v_scale: .* saved was torch.float32 \(4,\)",
+        ),
+        (lambda s: s.update({"layers.1._v_scale": 1.0}), "layers.1._v_scale: .* saved was float"),
+    ),
+)
+def test_nothing_is_restored_unless_everything_is(change, message):
+    model = Model()
+    state = save_scales(model)
+    model.layers[0]._k_scale.data.fill_(7.0)
+    before = [snapshot(layer) for layer in model.layers]
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        restore_scales(model, state)
+    assert [snapshot(layer) for layer in model.layers] == before
+
+
+def test_models_without_scales_and_on_the_meta_device():
+    with pytest.raises(ValueError, match="model: no layer has a _k_scale"):
+        save_scales(torch.nn.Linear(2, 2))
+    model = Model()
+    state = save_scales(model)
+    model.to("meta")
+    with pytest.raises(ValueError, match=r"layers.0: _k_scale: is on the meta device"):
+        save_scales(model)
+    with pytest.raises(ValueError, match="_k_scale: is on the meta device"):
+        restore_scales(model, state)
+
+
+def test_a_layer_may_be_the_whole_model():
+    layer = Layer(0.5)
+    state = save_scales(layer)
+    before = snapshot(layer)
+    layer._k_scale.fill_(1.0)
+    restore_scales(layer, state)
+    assert snapshot(layer) == before
+
+
+# ---- host copies -------------------------------------------------------------------------------
+
+
+def test_host_copies_follow_the_device_after_a_refit():
+    model = Model()
+    assert sync_host_copies(model) == []
+    first, second = model.layers
+    held = first._k_scale_cpu
+    first._k_scale.data.fill_(0.25)
+    second._v_scale.copy_(torch.tensor([1.0, 2.0, 4.0, 3.0]))
+    untouched = without_ids(first)["_v_scale_cpu"], second._k_scale_float
+    stale = sync_host_copies(model)
+    assert stale == [
+        "layers.0._k_scale_float",
+        "layers.0._k_scale_cpu",
+        "layers.1._v_scale_float",
+        "layers.1._v_scale_cpu",
+    ]
+    assert first._k_scale_float == 0.25
+    assert held is first._k_scale_cpu and held.item() == 0.25
+    assert second._v_scale_float == 4.0
+    assert second._v_scale_cpu.tolist() == [1.0, 2.0, 4.0, 3.0]
+    assert (without_ids(first)["_v_scale_cpu"], second._k_scale_float) == untouched
+    assert sync_host_copies(model) == []
+
+
+def test_scales_with_degenerate_strides():
+    """(1,) with stride 0: a slice of an expanded scalar counts as contiguous."""
+    layer = Layer(0.5, shape=(1,))
+    assert layer._k_scale.stride() == (0,)
+    assert sync_host_copies(layer) == []
+    layer._k_scale.fill_(0.25)
+    assert sync_host_copies(layer) == ["_k_scale_float", "_k_scale_cpu"]
+    assert layer._k_scale_cpu.tolist() == [0.25]
+
+
+def test_a_refit_with_a_bad_scale_changes_no_host_copy():
+    model = Model()
+    model.layers[0]._k_scale.data.fill_(0.25)
+    model.layers[1]._v_scale[2] = math.nan
+    before = [snapshot(layer) for layer in model.layers]
+    with pytest.raises(ValueError, match=r"layers.1: _v_scale: got .*nan.*; accepted: finite"):
+        sync_host_copies(model)
+    assert [snapshot(layer) for layer in model.layers] == before
+
+
+def test_layers_without_host_copies_are_left_so():
+    layer = Layer(0.5)
+    del layer._k_scale_cpu
+    layer._k_scale_float = None
+    layer._k_scale.fill_(0.25)
+    assert sync_host_copies(layer) == []
+    assert not hasattr(layer, "_k_scale_cpu") and layer._k_scale_float is None

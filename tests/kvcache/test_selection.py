@@ -1,0 +1,261 @@
+"""`can_run` and what is built on it: one answer, with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_kernels import registry
+from kvcache import blocks, contracts, selection
+from kvcache.contracts import Writer
+from kvcache.dtypes import KV_CACHE_DTYPES, ScaleLayout, resolve_kv_cache_dtype
+from kvcache.paged import PAGE_FORMATS, LayerScales
+from tests.kvcache.helpers import (
+    DECODE_SM90,
+    config,
+    contract,
+    pretend_kernels,
+    pretend_writers,
+)
+
+NVFP4_WRITER = Writer("a store", ("nvfp4",), ("sm_90a",), (ScaleLayout.LINEAR,))
+NVFP4_READER = contract(name="a reader", kv_cache_formats=("nvfp4",))
+
+
+def test_fp8_on_hopper_is_served_by_the_decode_kernel():
+    assert selection.can_run(config()) is None
+    assert selection.select_kernel(config()) == DECODE_SM90
+
+
+@pytest.mark.parametrize("head_size", (16, 64, 80, 96, 128, 192, 256, 512, 576))
+@pytest.mark.parametrize("page_size", (None, 1, 8, 16, 24, 48, 64, 100, 256, 1600))
+@pytest.mark.parametrize("capability", ("sm_80", "sm_90a", "sm_100a", "sm_120a"))
+def test_answers_are_the_contract(head_size, page_size, capability):
+    """Against the contract's own words, for every shape that `tests/test_registry.py` holds
+    against the kernel."""
+    asked = config(head_size=head_size, page_size=page_size, capability=capability)
+    served = head_size in DECODE_SM90.head_sizes and capability in DECODE_SM90.architectures
+    served &= page_size is None or page_size in DECODE_SM90.page_sizes
+    assert (selection.can_run(asked) is None) == served
+
+
+@pytest.mark.parametrize("name", ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse"))
+def test_nvfp4_on_hopper_is_refused_naming_both_halves(name):
+    """No kernel here reads or writes it today."""
+    reason = selection.can_run(config(kv_cache_dtype=name))
+    assert reason.startswith(f"kv_cache_dtype '{name}' on sm_90: the reader is missing (")
+    assert "decode_sm90 reads fp8_e4m3 on sm_90a" in reason
+    assert " and the store is missing (" in reason
+    assert reason.endswith("the nearest kv_cache_dtype that works is 'fp8'")
+
+
+def test_only_the_store_exists(monkeypatch):
+    pretend_writers(monkeypatch, NVFP4_WRITER)
+    reason = selection.can_run(config(kv_cache_dtype="nvfp4"))
+    assert "the reader is missing" in reason and "store is missing" not in reason
+    assert reason.endswith("works is 'fp8'")
+
+
+def test_only_the_reader_exists(monkeypatch):
+    pretend_kernels(monkeypatch, DECODE_SM90, NVFP4_READER)
+    reason = selection.can_run(config(kv_cache_dtype="nvfp4"))
+    assert "the store is missing" in reason and "reader is missing" not in reason
+    assert reason.endswith("works is 'fp8'")
+
+
+def test_both_halves_exist(monkeypatch):
+    pretend_kernels(monkeypatch, DECODE_SM90, NVFP4_READER)
+    pretend_writers(monkeypatch, NVFP4_WRITER)
+    asked = config(kv_cache_dtype="nvfp4")
+    assert selection.can_run(asked) is None
+    assert selection.select_kernel(asked).name == "a reader"
+    assert selection.select_kernel(config()).name == "decode_sm90"
+    # The store needs the user's dtype, not only the storage format.
+    reason = selection.can_run(config(kv_cache_dtype="nvfp4_mse"))
+    assert "the store is missing" in reason
+    assert reason.endswith("the nearest kv_cache_dtype that works is 'nvfp4'")
+
+
+def test_halves_must_meet_on_one_device_and_in_one_layout(monkeypatch):
+    pretend_kernels(monkeypatch, NVFP4_READER)
+    pretend_writers(monkeypatch, dataclasses.replace(NVFP4_WRITER, architectures=("sm_100a",)))
+    assert "the store is missing" in selection.can_run(config(kv_cache_dtype="nvfp4"))
+    on_blackwell = selection.can_run(config(kv_cache_dtype="nvfp4", capability="sm_100a"))
+    assert "the reader is missing" in on_blackwell and "store is missing" not in on_blackwell
+    pretend_writers(monkeypatch, NVFP4_WRITER)
+    assert selection.can_run(config(kv_cache_dtype="nvfp4")) is None
+    swizzled = selection.can_run(config(kv_cache_dtype="nvfp4", v_scale_layout="sm100"))
+    assert "the reader is missing" in swizzled and "the store is missing" in swizzled
+    # The same dtype in another layout is no other dtype.
+    pretend_kernels(monkeypatch, DECODE_SM90, NVFP4_READER)
+    asked = config(kv_cache_dtype="nvfp4", v_scale_layout="sm100")
+    assert selection.nearest_kv_cache_dtype(asked) == "fp8"
+
+
+def test_there_is_no_nearest_dtype_where_none_works():
+    reason = selection.can_run(config(capability="sm_100a"))
+    assert "the reader is missing" in reason and "store is missing" not in reason
+    assert reason.endswith("no other kv_cache_dtype works with this configuration either")
+    # What stands in the way of the others is said too.
+    reason = selection.can_run(config(kv_cache_dtype="nvfp4", head_size=96))
+    assert "decode_sm90: head size 96, the kernel has 64, 128, 256 or 512" in reason
+    assert selection.nearest_kv_cache_dtype(config(head_size=96)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "needed"),
+    (
+        ({"head_size": 80}, "head size 80, the kernel has 64, 128, 256 or 512"),
+        ({"query_dtype": "fp32"}, "query dtype fp32, the kernel takes bf16 or fp16"),
+        ({"page_size": 24}, "page size 24, the kernel reads multiples of 16"),
+        ({"bidirectional_spans": True}, "bidirectional spans"),
+        ({"batch_invariant": True}, "bits independent of the batch"),
+        ({"chunked": True}, "chunked attention"),
+        ({"mla": True, "head_size": 576, "num_kv_heads": 1}, "latent K and V (MLA)"),
+    ),
+)
+def test_each_reason_is_named(fields, needed):
+    assert needed in selection.can_run(config(**fields))
+
+
+def test_several_reasons_are_all_named():
+    reason = selection.can_run(config(head_size=80, page_size=24, bidirectional_spans=True))
+    for needed in ("head size 80", "page size 24", "bidirectional spans"):
+        assert needed in reason
+
+
+@pytest.mark.parametrize("feature", ("sliding_window", "softcap", "sinks", "causal", "paged"))
+def test_a_feature_that_a_kernel_loses_is_refused(monkeypatch, feature):
+    asked = config(sliding_window=1024, softcap=True, sinks=True)
+    assert selection.can_run(asked) is None
+    left = tuple(name for name in DECODE_SM90.features if name != feature)
+    pretend_kernels(monkeypatch, contract(features=left))
+    assert registry.FEATURES[feature] in selection.can_run(asked)
+
+
+def test_every_feature_of_the_registry_has_words():
+    assert set(registry.FEATURES) <= set(contracts.NEEDS)
+
+
+# Window, fp8, D 512; a bidirectional model; another device; another dtype.
+CONFIGURATIONS = (
+    config(sliding_window=1024),
+    config(bidirectional_spans=True),
+    config(capability="sm_100a"),
+    config(kv_cache_dtype="nvfp4"),
+    config(kv_cache_dtype="bf16"),
+    config(head_size=96),
+)
+
+
+@pytest.mark.parametrize("asked", CONFIGURATIONS, ids=range(len(CONFIGURATIONS)))
+@pytest.mark.parametrize(
+    "constructor",
+    (
+        selection.select_kernel,
+        selection.supports_quant_query_input,
+        lambda asked: selection.classify_batch(asked, 1),
+        blocks.get_supported_kernel_block_sizes_for_config,
+        lambda asked: blocks.get_preferred_block_size_for_config(16, asked),
+        lambda asked: blocks.largest_kernel_block_within(asked, 1, 1 << 20, 16),
+        lambda asked: blocks.select_common_block_size([asked]),
+    ),
+)
+def test_selector_and_constructors_give_one_answer(asked, constructor):
+    reason = selection.can_run(asked)
+    if reason is None:
+        constructor(asked)
+        return
+    with pytest.raises(NotImplementedError) as refused:
+        constructor(asked)
+    assert str(refused.value) == reason
+
+
+def test_draft_and_target_on_different_backends():
+    """A draft that reads the target's cache is asked about with the same function."""
+    target = config(sliding_window=1024, page_size=64)
+    draft = config(num_q_heads=8, query_dtype="fp16", page_size=64, kv_cache_dtype="fp8_e4m3")
+    assert selection.can_share_cache(target, draft) is None
+
+    def why(**fields):
+        return selection.can_share_cache(target, dataclasses.replace(draft, **fields))
+
+    assert why(kv_cache_dtype="bf16").startswith("the draft cannot run: kv_cache_dtype 'bf16'")
+    assert why(bidirectional_spans=True).startswith("the draft cannot run: decode_sm90: bidir")
+    assert why(num_kv_heads=8) == "num_kv_heads: the draft has 8, the target 4"
+    assert why(head_size=256) == "head_size: the draft has 256, the target 512"
+    assert why(page_size=128) == "page_size: the draft has 128, the target 64"
+    broken = dataclasses.replace(target, kv_cache_dtype="nvfp4")
+    assert selection.can_share_cache(broken, draft).startswith("the target cannot run: kv_cache_")
+
+
+def test_draft_and_target_must_agree_about_the_bytes(monkeypatch):
+    pretend_kernels(monkeypatch, contract(kv_cache_formats=("fp8_e4m3", "nvfp4")))
+    pretend_writers(monkeypatch, NVFP4_WRITER)
+    reason = selection.can_share_cache(config(kv_cache_dtype="nvfp4"), config())
+    assert "written as 'nvfp4' (nvfp4) and read as 'fp8' (fp8_e4m3)" in reason
+
+
+def test_queries_are_not_quantized_where_the_kernel_dequantizes(monkeypatch):
+    assert selection.supports_quant_query_input(config()) is False
+    pretend_kernels(monkeypatch, contract(q_dtypes=("bf16", "fp8_e4m3")))
+    assert selection.supports_quant_query_input(config()) is True
+
+
+@pytest.mark.parametrize(
+    ("head_size", "group", "tokens", "expected"),
+    (
+        (128, 8, 1, ("decode", 8, 1)),
+        (128, 8, 8, ("decode", 64, 1)),
+        (128, 8, 9, ("prefill", 72, 2)),
+        (128, 1, 64, ("decode", 64, 1)),
+        (128, 1, 65, ("prefill", 65, 2)),
+        (512, 8, 4, ("decode", 32, 1)),
+        (512, 8, 5, ("decode", 40, 2)),
+        (512, 8, 8, ("decode", 64, 2)),
+        (512, 16, 5, ("prefill", 80, 3)),
+    ),
+)
+def test_verify_batches_are_decode_up_to_64_packed_rows(head_size, group, tokens, expected):
+    """A verify batch of k draft tokens has k + 1 query tokens."""
+    asked = config(head_size=head_size, num_kv_heads=2, num_q_heads=2 * group)
+    found = selection.classify_batch(asked, tokens)
+    assert (found.kind, found.packed_rows, found.passes) == expected
+    with pytest.raises(ValueError, match="query_tokens: got 0"):
+        selection.classify_batch(asked, 0)
+
+
+def test_writers_are_what_paged_writes():
+    """The list of what plain torch stores, against the page formats that do it."""
+    written = set()
+    for name, pages in PAGE_FORMATS.items():
+        for dtype in (torch.bfloat16, torch.float16):
+            key = torch.zeros(1, 2, 3, 16, dtype=dtype)
+            made = pages(key, 16, LayerScales(1.0, 1.0) if pages.needs_scales else None)
+            written.add(made.k.dtype)
+            assert resolve_kv_cache_dtype(name, dtype).torch_dtype == made.k.dtype
+    (writer,) = contracts.WRITERS
+    claimed = {KV_CACHE_DTYPES[name].torch_dtype for name in writer.kv_cache_dtypes}
+    assert claimed == written
+
+
+def test_explain_says_which_kernel_and_why_not(monkeypatch):
+    other = contract(name="other", architectures=("sm_100a",), kv_cache_formats=("nvfp4",))
+    pretend_kernels(monkeypatch, DECODE_SM90, other)
+    lines = selection.explain(config(sliding_window=128, page_size=64)).splitlines()
+    assert lines == [
+        "head size 512, 32 query heads, 4 KV heads, bf16 queries, kv_cache_dtype 'fp8', page size "
+        "64 on sm_90 (paged cache, causal mask, sliding window of 128 keys):",
+        "  decode_sm90 reads it",
+        "  other cannot read it: device sm_90, the kernel is for sm_100a; cache format fp8_e4m3, "
+        "the kernel reads nvfp4",
+        "  kvcache.paged writes it",
+        "  served",
+    ]
+    refused = selection.explain(config(kv_cache_dtype="nvfp4"))
+    assert "nothing here writes it" in refused
+    assert f"not served: {selection.can_run(config(kv_cache_dtype='nvfp4'))}" in refused
+    swizzled = selection.explain(config(kv_cache_dtype="nvfp4", v_scale_layout="sm100"))
+    assert "V scales in sm100 order, the kernel reads linear ones" in swizzled
