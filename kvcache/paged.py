@@ -215,6 +215,21 @@ def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scaled.isnan(), math.nan, scaled).to(torch.float8_e4m3fn)
 
 
+def hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """The orthogonal, symmetric Hadamard matrix of Sylvester's construction, float32 (size, size).
+
+    Multiplied by it, queries and keys keep their products, and large elements that always sit in
+    the same few places are spread over all of them (FlashAttention-3, arXiv:2407.08608, section
+    3.3, treats its FP8 operands so, with random signs besides).
+    """
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"rotated keys: head size {size}; accepted: powers of two")
+    index = torch.arange(size)
+    common = index[:, None] & index[None, :]
+    parity = sum((common >> bit) & 1 for bit in range(max(1, size.bit_length() - 1))) % 2
+    return ((1.0 - 2.0 * parity) * size**-0.5).to(device)
+
+
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
     # Indexing fp8 tensors is not implemented on every device.
     return x.view(torch.uint8)

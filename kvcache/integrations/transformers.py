@@ -28,12 +28,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import cute_kernels
-from kvcache.paged import FP8_MAX, PAGE_FORMATS, LayerScales, Pages, PageTable, Step
+from kvcache.paged import (
+    FP8_MAX,
+    PAGE_FORMATS,
+    LayerScales,
+    Pages,
+    PageTable,
+    Step,
+    hadamard,
+)
 
 __all__ = [
     "LayerScales",
     "PagedKVCache",
     "PagedKVLayer",
+    "cache_keyword",
     "calibrate_scales",
     "forward",
     "register",
@@ -52,6 +61,7 @@ class _CachedKV(NamedTuple):
     pages: Pages
     step: Step
     sliding_window: int | None
+    rotation: torch.Tensor | None  # float32 (D, D), for the queries: the keys have had it
 
 
 class PagedKVLayer(CacheLayerMixin):
@@ -62,6 +72,7 @@ class PagedKVLayer(CacheLayerMixin):
         kv_cache_dtype: "fp8", "bf16", or "auto" (the model's dtype; bf16 for a float32 model).
         scales: of a quantized dtype.
         sliding_window: how many keys a query sees, itself included; None for all before it.
+        rotate_keys: see `PagedKVCache`.
     """
 
     is_croppable = True
@@ -72,6 +83,7 @@ class PagedKVLayer(CacheLayerMixin):
         kv_cache_dtype: str,
         scales: LayerScales | None = None,
         sliding_window: int | None = None,
+        rotate_keys: bool = False,
     ) -> None:
         super().__init__()
         self.table = table
@@ -79,8 +91,10 @@ class PagedKVLayer(CacheLayerMixin):
         self.scales = scales
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
+        self.rotate_keys = rotate_keys
         self.length = 0
         self.pages: Pages | None = None
+        self._rotation: torch.Tensor | None = None
         self._step: Step | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -91,6 +105,8 @@ class PagedKVLayer(CacheLayerMixin):
             )
         make = PAGE_FORMATS[self.kv_cache_dtype]
         self.pages = make(key_states, self.table.page_size, self.scales)
+        if self.rotate_keys:
+            self._rotation = hadamard(key_states.shape[-1], key_states.device)
         self.is_initialized = True
 
     def update(
@@ -101,14 +117,16 @@ class PagedKVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         batch, _, q_len, _ = key_states.shape
         step = self.table.advance(self.length, q_len, batch, key_states.device)
+        if self._rotation is not None:
+            key_states = key_states.float() @ self._rotation
         self.pages.grow(self.table.num_pages)
         self.pages.write(key_states, value_states, step.slots)
         self.length, self._step = step.kv_len, step
-        cached = _CachedKV(self.pages, step, self.sliding_window)
+        cached = _CachedKV(self.pages, step, self.sliding_window, self._rotation)
         return cached, cached
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as stored: float32 (B, length, Hkv, D), scales applied."""
+        """K (rotated, if keys are) and V: float32 (B, length, Hkv, D), scales applied."""
         if self._step is None:
             raise ValueError("the cache is empty")
         return self.pages.read(self._step.block_table, self.length)
@@ -156,6 +174,11 @@ class PagedKVCache(Cache):
         kv_cache_dtype: "fp8", "bf16", or "auto" (the model's dtype; bf16 for a float32 model).
         scales: one `LayerScales` per layer, for "fp8"; `calibrate_scales` measures them.
         page_size: tokens in a page.
+        rotate_keys: multiply keys, and in attention queries, by a Hadamard matrix. The scores are
+            the same; what changes is where rounding to fp8 hurts. Worth it for models with few
+            large key elements. Perplexity of fp8 against bf16 KV on 4,096 tokens of docstrings,
+            standard error 0.2 to 0.4 %: SmolLM2-135M +2.4 % without, +0.6 % with; Gemma-3 270M
+            +0.7 % without, +1.1 % with.
 
     Raises:
         ValueError: unknown dtype; scales missing, superfluous or not one per layer.
@@ -168,6 +191,7 @@ class PagedKVCache(Cache):
         kv_cache_dtype: str = "auto",
         scales: Sequence[LayerScales] | None = None,
         page_size: int = 64,
+        rotate_keys: bool = False,
     ) -> None:
         if kv_cache_dtype not in PAGE_FORMATS:
             raise ValueError(
@@ -185,7 +209,9 @@ class PagedKVCache(Cache):
         tables = {window: PageTable(page_size) for window in set(windows)}
         super().__init__(
             layers=[
-                PagedKVLayer(tables[window], kv_cache_dtype, scales and scales[index], window)
+                PagedKVLayer(
+                    tables[window], kv_cache_dtype, scales and scales[index], window, rotate_keys
+                )
                 for index, window in enumerate(windows)
             ]
         )
@@ -243,6 +269,8 @@ def _attention(
             f"{key.sliding_window}"
         )
     pages, step = key.pages, key.step
+    if key.rotation is not None:
+        query = (query.float() @ key.rotation).to(query.dtype)
     k_descale, v_descale = pages.descales()
     out = (kernel or cute_kernels.flash_attn_varlen_func)(
         query.to(pages.query_dtype).transpose(1, 2).flatten(0, 1),
@@ -297,25 +325,30 @@ def register(name: str = "cute_kv", kernel: Callable[..., torch.Tensor] | None =
     return name
 
 
+def cache_keyword(model: transformers.PreTrainedModel) -> str:
+    """The name that this release of `transformers` gives the cache in `forward` and `generate`."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
 def forward(
     model: transformers.PreTrainedModel, input_ids: torch.Tensor, cache: Cache, **kwargs: Any
 ) -> Any:
-    """`model(input_ids)` behind the tokens in `cache`, whose keyword differs between releases."""
-    names = inspect.signature(model.forward).parameters
-    keyword = "cache" if "cache" in names else "past_key_values"
-    return model(input_ids=input_ids, use_cache=True, **{keyword: cache}, **kwargs)
+    """`model(input_ids)` behind the tokens in `cache`, to which these are appended."""
+    cached = {cache_keyword(model): cache}
+    return model(input_ids=input_ids, use_cache=True, **cached, **kwargs)
 
 
 @torch.inference_mode()
 def calibrate_scales(
-    model: transformers.PreTrainedModel, input_ids: torch.Tensor
+    model: transformers.PreTrainedModel, input_ids: torch.Tensor, rotate_keys: bool = False
 ) -> list[LayerScales]:
     """Scales that map the largest |K| and |V| of each layer on `input_ids` (B, L) to 448.
 
-    The model must run with an `attn_implementation` that `register` made. A layer whose K or V is
-    all zero gets scale 1.
+    The model must run with an `attn_implementation` that `register` made; `rotate_keys` as in the
+    cache that the scales are for. A layer whose K or V is all zero gets scale 1.
     """
-    cache = PagedKVCache(model.config, "auto")
+    cache = PagedKVCache(model.config, "auto", rotate_keys=rotate_keys)
     forward(model, input_ids, cache, logits_to_keep=1)
     scales = []
     for layer in cache.layers:

@@ -1,0 +1,53 @@
+"""Tiny models with random weights, large enough that a wrong key shows in the logits."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+from cute_kernels.attention.arguments import validate
+from cute_kernels.reference.attention import attention_reference
+
+VOCABULARY = 97
+WINDOW = 24
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(**_SIZES, num_hidden_layers=2, num_key_value_heads=2)
+    return LlamaForCausalLM(config).eval()
+
+
+def gemma(window: int = WINDOW) -> Gemma3ForCausalLM:
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        **_SIZES,
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        query_pre_attn_scalar=64,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    return Gemma3ForCausalLM(config).eval()
+
+
+MODELS = {"llama": llama, "gemma": gemma}
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, VOCABULARY, (batch, length), generator=generator)
+
+
+def reference(*args, **kwargs) -> torch.Tensor:
+    """`flash_attn_varlen_func` in plain torch."""
+    return attention_reference(validate(*args, **kwargs))[0]
