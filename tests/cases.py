@@ -134,6 +134,7 @@ def _default_grid() -> list[AttentionCase]:
         # All sequences alike: whole items dealt round-robin, then stretches that split them evenly.
         _case("alike-d512", kv_lens=(128,) * 128, head_size=512, num_kv_heads=4),
         _case("alike-d256", kv_lens=(250,) * 40, head_size=256, num_q_heads=32, num_kv_heads=16),
+        _case("alike-2", kv_lens=(256,) * 2, head_size=64, num_q_heads=16, num_kv_heads=16),
         _case("alike-16", kv_lens=(512,) * 16, num_q_heads=32, num_kv_heads=32),
         _case("alike-split", kv_lens=(4096,) * 4, q_len=2),
         _case("ragged-short", page_size=None, kv_lens=(3, 5)),
