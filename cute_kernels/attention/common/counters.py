@@ -15,6 +15,8 @@ import torch
 
 # Slices of 2 KiB (528 CTAs) for 2000 recorded calls fit one arena.
 _ARENA_COUNTERS = 1 << 20
+# cudaStreamPerThread: one handle for as many streams as there are threads.
+_PER_THREAD_STREAM = 2
 
 
 class CounterArena:
@@ -26,19 +28,19 @@ class CounterArena:
         # All arenas are kept: recorded graphs know only addresses.
         self._arenas: list[torch.Tensor] = []
         self._used = 0
-        self._by_stream: dict[tuple[int, int], torch.Tensor] = {}
+        self._by_stream: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def slice_for(self, stream: int, count: int) -> torch.Tensor:
         """``count`` zeroed counters for a launch on the raw stream handle ``stream``."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        if not capturing:
-            found = self._by_stream.get((stream, count))
-            if found is not None:
-                return found
-        with self._lock:
-            counters = self._cut(count, capturing)
-            if not capturing:
-                counters = self._by_stream.setdefault((stream, count), counters)
+        if torch.cuda.is_current_stream_capturing():
+            with self._lock:
+                return self._cut(count, capturing=True)
+        thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+        counters = self._by_stream.get((stream, thread, count))
+        if counters is None:
+            with self._lock:
+                counters = self._cut(count, capturing=False)
+                counters = self._by_stream.setdefault((stream, thread, count), counters)
         return counters
 
     def _cut(self, count: int, capturing: bool) -> torch.Tensor:

@@ -21,7 +21,10 @@ from cute_kernels.attention.decode_sm90.config import (
     make_config,
     row_bucket,
 )
+from cute_kernels.compile import bundle
 from cute_kernels.compile.cache import KERNELS
+from cute_kernels.compile.key import compile_key
+from cute_kernels.env import bundle_directories
 
 UNLIMITED = 1 << 30
 _Q_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -35,9 +38,12 @@ def compile_options(target: str) -> str:
 
 
 def compiled(config: DecodeConfig, target: str):
-    """The launch function of a variant for an architecture; compiles it on first use."""
+    """The launch function of a variant for an architecture: built ahead, or compiled here."""
 
     def build():
+        found = bundle.find(compile_key(config, target)) if bundle_directories() else None
+        if found is not None:
+            return found
         from cute_kernels.attention.decode_sm90.build import compile_decode
 
         return compile_decode(config, compile_options(target))

@@ -1,0 +1,100 @@
+"""Counters that kernels find at zero: who shares a slice and who must not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from cute_kernels.attention.common import counters
+from cute_kernels.attention.common.counters import CounterArena
+
+
+class Cuda:
+    """What the arena asks torch.cuda, answered without a GPU."""
+
+    capturing = False
+    synchronized = 0
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Cuda:
+    state = Cuda()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+
+    def synchronize(device):
+        state.synchronized += 1
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return state
+
+
+@pytest.fixture
+def arena(cuda) -> CounterArena:
+    return CounterArena(torch.device("cpu"))
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    first, last = a.data_ptr(), a.data_ptr() + 4 * a.numel()
+    return b.data_ptr() < last and first < b.data_ptr() + 4 * b.numel()
+
+
+def test_a_stream_keeps_its_slice(arena):
+    mine = arena.slice_for(7, 132)
+    assert mine.dtype is torch.int32 and mine.shape == (132,) and not mine.any()
+    assert arena.slice_for(7, 132).data_ptr() == mine.data_ptr()
+
+
+def test_streams_and_sizes_do_not_share(arena):
+    slices = [arena.slice_for(*which) for which in ((7, 132), (8, 132), (7, 264))]
+    assert not any(overlap(a, b) for i, a in enumerate(slices) for b in slices[:i])
+
+
+def test_each_recorded_call_has_its_own(arena, cuda):
+    eager = arena.slice_for(7, 132)
+    cuda.capturing = True
+    recorded = [arena.slice_for(7, 132) for _ in range(3)]
+    cuda.capturing = False
+    every = [eager, *recorded, arena.slice_for(9, 132)]
+    assert not any(overlap(a, b) for i, a in enumerate(every) for b in every[:i])
+
+
+def test_a_full_arena_is_kept_for_the_graphs_that_know_it(arena, cuda, monkeypatch):
+    monkeypatch.setattr(counters, "_ARENA_COUNTERS", 200)
+    first = arena.slice_for(1, 132)
+    second = arena.slice_for(2, 132)
+    assert len(arena._arenas) == 2 and not overlap(first, second)
+    assert cuda.synchronized == 2, "a new arena is used before it has been zeroed"
+
+
+def test_a_full_arena_under_capture_leaves_it_to_the_graph(arena, cuda, monkeypatch):
+    monkeypatch.setattr(counters, "_ARENA_COUNTERS", 200)
+    arena.slice_for(1, 132)
+    cuda.capturing = True
+    recorded = arena.slice_for(1, 132)
+    assert not recorded.any() and not overlap(recorded, arena._arenas[0])
+    assert len(arena._arenas) == 1 and cuda.synchronized == 1
+
+
+def test_threads_on_the_per_thread_stream_do_not_share(arena):
+    slices = []
+    threads = [
+        threading.Thread(target=lambda: slices.append(arena.slice_for(2, 64))) for _ in range(2)
+    ]
+    # both alive at once, or the second may get the first one's identifier
+    barrier = threading.Barrier(2)
+    original = arena.slice_for
+
+    def together(*which):
+        barrier.wait()
+        found = original(*which)
+        barrier.wait()
+        return found
+
+    arena.slice_for = together
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not overlap(*slices)
