@@ -53,6 +53,8 @@ def explain_command(
         if not isinstance(text, dict):
             raise ValueError(f"a config.json holds an object, this is a {type(text).__name__}")
         kinds = layer_kinds(text, kv_cache_dtype, capability_of(arch), text_only=text_only)
+    except RecursionError as error:
+        raise click.ClickException(f"{model}: nested too deeply") from error
     except ValueError as error:
         raise click.ClickException(f"{model}: {error}") from error
     reasons = [_reason(kind) for kind in kinds]
@@ -84,11 +86,12 @@ def _table(kinds: Sequence[LayerKind], reasons: Sequence[str | None]) -> Table:
         count = str(len(kind.layers))
         config = kind.config
         if config is None:
-            table.add_row(kind.name, count, "", "", "", "none" if reason else "not needed")
+            served = "none" if reason else "not needed"
+            table.add_row(Text(kind.name), count, "", "", "", served)
             continue
         served = reason is None
         table.add_row(
-            kind.name,
+            Text(kind.name),
             count,
             str(config.sliding_window or ""),
             f"{config.num_q_heads}/{config.num_kv_heads}",

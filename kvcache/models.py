@@ -14,6 +14,31 @@ from kvcache.config import AttentionConfig
 
 # Facts about architectures that their files do not state.
 _MODELS_WITH_SINKS = {"gpt_oss"}
+# Every n-th layer is full, the others slide, where the file has no `layer_types` and no pattern.
+_FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
+_HEAD_SIZES = {
+    "gemma": 256,
+    "gemma2": 256,
+    "gemma3": 256,
+    "gemma3_text": 256,
+    "qwen3": 128,
+    "qwen3_moe": 128,
+}
+# All layers alike unless the file says otherwise. `sliding_window` counts where the second set does
+# not ask for `use_sliding_window` as well.
+_ALIKE = {
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "starcoder2",
+}
+_WINDOW_ON_REQUEST = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+_MAX_LAYERS = 10_000
 _MODELS_WITH_BIDIRECTIONAL_IMAGES = {"gemma3", "paligemma"}
 # Layers that keep a state of fixed size, no keys and values.
 _WITHOUT_KV_CACHE = {"conv", "linear_attention", "mamba", "recurrent"}
@@ -57,9 +82,12 @@ def layer_kinds(
     Raises:
         ValueError: a missing field, or one that cannot be right; the message names it.
     """
-    text = {**model, **(model.get("text_config") or {})}
+    inner = model.get("text_config") or {}
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"text_config: got a {type(inner).__name__}; accepted: an object")
+    text = {**model, **inner}
     types = _layer_types(text)
-    shared_from = len(types) - int(text.get("num_kv_shared_layers") or 0)
+    shared_from = len(types) - _optional(text, "num_kv_shared_layers", 0, len(types))
     base = _full_attention(model, text, kv_cache_dtype, capability, text_only)
     kinds = []
     for name in dict.fromkeys(types):
@@ -85,10 +113,13 @@ def _full_attention(
 ) -> AttentionConfig:
     heads = _field(text, "num_attention_heads")
     mla = text.get("kv_lora_rank") is not None
-    head_size = text.get("head_dim") or _field(text, "hidden_size") // heads
+    known = _HEAD_SIZES.get(text.get("model_type"))
+    head_size = _optional(text, "head_dim", known) or _field(text, "hidden_size") // heads
     if mla:
         # What an MLA cache holds: one latent vector and one rotary key for all heads.
         head_size = _field(text, "kv_lora_rank") + _field(text, "qk_rope_head_dim")
+    elif _optional(text, "v_head_dim", head_size) != head_size:
+        raise ValueError(f"v_head_dim: got {text['v_head_dim']}; accepted: head_dim, {head_size}")
     bidirectional = text.get("use_bidirectional_attention")
     images = bidirectional == "vision" or (
         model.get("model_type") in _MODELS_WITH_BIDIRECTIONAL_IMAGES and "vision_config" in model
@@ -97,7 +128,7 @@ def _full_attention(
     return AttentionConfig(
         head_size=head_size,
         num_q_heads=heads,
-        num_kv_heads=1 if mla else text.get("num_key_value_heads") or heads,
+        num_kv_heads=1 if mla else _optional(text, "num_key_value_heads", heads) or heads,
         kv_cache_dtype=kv_cache_dtype,
         # A checkpoint in float32 is served in 16 bits.
         query_dtype="bfloat16" if dtype == "float32" else dtype,
@@ -121,31 +152,55 @@ def _of_type(name: str, full: AttentionConfig, text: Mapping[str, Any]) -> Atten
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[str]:
-    """One type a layer: as the file says, else as its older fields imply."""
+    """One type a layer: as the file says, else as its older fields and its model type imply."""
     count = _field(text, "num_hidden_layers")
-    if text.get("layer_types"):
-        types = list(text["layer_types"])
+    if count > _MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers: got {count}; accepted: at most {_MAX_LAYERS}")
+    types = text.get("layer_types")
+    if types:
+        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+            raise ValueError("layer_types: accepted: a list of names")
         if len(types) != count:
             raise ValueError(f"layer_types: {len(types)} entries for {count} layers")
         return types
     full, sliding = "full_attention", "sliding_attention"
-    interval = text.get("full_attention_interval")
+    model_type = text.get("model_type")
+    interval = _optional(text, "full_attention_interval", 0)
     if interval:
         return ["linear_attention" if (index + 1) % interval else full for index in range(count)]
-    # Every n-th layer is full. Gemma-2's files have no field for it.
-    pattern = text.get("sliding_window_pattern") or (
-        2 if text.get("model_type") == "gemma2" else None
-    )
-    if text.get("sliding_window") is None or text.get("use_sliding_window") is False:
-        return [full] * count
+    pattern = _optional(text, "sliding_window_pattern", _FULL_EVERY.get(model_type, 0))
     if pattern:
         return [sliding if (index + 1) % pattern else full for index in range(count)]
-    first = text.get("max_window_layers", 0) if text.get("use_sliding_window") else 0
-    return [full if index < first else sliding for index in range(count)]
+    if model_type in _WINDOW_ON_REQUEST:
+        if not text.get("use_sliding_window") or text.get("sliding_window") is None:
+            return [full] * count
+        first = _optional(text, "max_window_layers", 0)
+        return [full if index < first else sliding for index in range(count)]
+    if model_type in _ALIKE:
+        return [full if text.get("sliding_window") is None else sliding] * count
+    raise ValueError(
+        f"layer_types: missing, and what the layers of model_type {model_type!r} are is not known "
+        "here: add the list to the file, one of full_attention, sliding_attention, ... a layer"
+    )
 
 
 def _field(text: Mapping[str, Any], name: str) -> int:
     value = text.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{name}: got {value!r}; accepted: an int > 0")
+    return value
+
+
+def _optional(
+    text: Mapping[str, Any], name: str, default: int | None, most: int | None = None
+) -> int | None:
+    """A count that may be missing or null; 0 is one where the default is 0."""
+    value = text.get(name)
+    if value is None:
+        return default
+    least = 0 if default == 0 else 1
+    wrong = not isinstance(value, int) or isinstance(value, bool) or value < least
+    if wrong or (most is not None and value > most):
+        bound = "" if most is None else f" and <= {most}"
+        raise ValueError(f"{name}: got {value!r}; accepted: an int >= {least}{bound}")
     return value

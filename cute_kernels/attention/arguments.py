@@ -24,6 +24,7 @@ _FP8 = torch.float8_e4m3fn
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _Q_DTYPES = (torch.bfloat16, torch.float16)
 _INT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_DEVICES = ("cpu", "cuda")
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Arguments that other engines' functions of this name have and that are not implemented here.
@@ -129,7 +130,7 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
     """
     if others:
         _check_others(others)
-    if fa_version is not None and fa_version != 4:
+    if fa_version is not None and (isinstance(fa_version, torch.Tensor) or fa_version != 4):
         _refuse("fa_version", fa_version, "None or 4")
     if k_block_scale is not None or v_block_scale is not None:
         name = "v_block_scale" if k_block_scale is None else "k_block_scale"
@@ -137,6 +138,8 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
     if not isinstance(q, torch.Tensor) or q.dtype not in _Q_DTYPES or q.dim() != 3:
         _refuse("q", _describe(q), "a bfloat16 or float16 (total_q, Hq, D) tensor")
     device, (total_q, num_q_heads, head_size) = q.device, q.shape
+    if device.type not in _DEVICES and type(q) is torch.Tensor:
+        _refuse("q", _describe(q), "a tensor on cpu or cuda")
     _check_last_dim("q", q)
     batch = _check_index("cu_seqlens_q", cu_seqlens_q, device) - 1
     num_kv_heads = _check_kv(q, k, v, block_table is not None)
@@ -162,6 +165,7 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
         _check_no_grad((q, k, v, k_descale, v_descale, s_aux, out))
     if max_seqlen_k is not None:
         _check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
+    _check_flags(causal, return_softmax_lse, deterministic)
     window_left, window_right = _check_window(window_size, causal)
     return AttentionProblem(
         q, k, v, cu_seqlens_q,
@@ -182,7 +186,8 @@ def _refuse(
 
 def _describe(x: object) -> str:
     if not isinstance(x, torch.Tensor):
-        return repr(x)
+        text = repr(x)
+        return text if len(text) <= 200 else f"{text[:200]}... ({type(x).__name__})"
     dtype = str(x.dtype).removeprefix("torch.")
     return f"{dtype} {tuple(x.shape)} with strides {tuple(x.stride())} on {x.device}"
 
@@ -311,9 +316,12 @@ def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
         _refuse("out", _describe(out), accepted)
     if not out.is_contiguous():
         _check_last_dim("out", out)
-        for size, stride in zip(out.shape, out.stride(), strict=True):
-            if size > 1 and stride == 0:
+        # Dimensions by stride: each must step over all that the smaller ones span.
+        span = 1
+        for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+            if size > 1 and stride < span:
                 _refuse("out", _describe(out), "a tensor whose elements do not share memory")
+            span = max(span, stride * (size - 1) + span)
 
 
 def _check_no_grad(tensors: tuple[torch.Tensor | None, ...]) -> None:
@@ -341,6 +349,14 @@ def _check_max_seqlen(name: str, value: int | torch.Tensor, device_bound: int) -
     if not _is_int(value) or value < 0:
         _refuse(name, repr(value), accepted)
     return int(value)
+
+
+def _check_flags(*flags: object) -> None:
+    """Booleans and what stands for them: 0, 1, None. Truth of anything else is an accident."""
+    for flag, name in zip(flags, ("causal", "return_softmax_lse", "deterministic"), strict=True):
+        wrong = not isinstance(flag, numbers.Integral) or flag not in (0, 1)
+        if flag is not True and flag is not False and flag is not None and wrong:
+            _refuse(name, _describe(flag), "True or False")
 
 
 def _check_window(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:

@@ -70,14 +70,16 @@ def attention_reference(
     else:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=compute_dtype, device=q.device)
-    for sequence in _read_sequences(problem):
-        rows = max(1, _MAX_SCORES // (q.shape[1] * max(1, sequence.kv_len)))
-        for first in range(0, sequence.q_len, rows):
-            last = min(first + rows, sequence.q_len)
-            o, row_lse = _attend(problem, sequence, first, last, compute_dtype)
-            where = slice(sequence.q_start + first, sequence.q_start + last)
-            out[where] = o.to(out.dtype)
-            lse[:, where] = row_lse
+    # Autocast would compute float32 products in 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        for sequence in _read_sequences(problem):
+            rows = max(1, _MAX_SCORES // (q.shape[1] * max(1, sequence.kv_len)))
+            for first in range(0, sequence.q_len, rows):
+                last = min(first + rows, sequence.q_len)
+                o, row_lse = _attend(problem, sequence, first, last, compute_dtype)
+                where = slice(sequence.q_start + first, sequence.q_start + last)
+                out[where] = o.to(out.dtype)
+                lse[:, where] = row_lse
     return out, lse
 
 

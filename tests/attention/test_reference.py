@@ -12,7 +12,12 @@ from cute_kernels.attention.arguments import validate
 from cute_kernels.reference import attention as reference_module
 from cute_kernels.reference.attention import attention_reference
 from tests.cases import DEFAULT_CASES, FULL_CASES, TILE, AttentionCase, make_inputs, spread
-from tests.compare import assert_lse_close, assert_output_close, relative_error
+from tests.compare import (
+    assert_bit_equal,
+    assert_lse_close,
+    assert_output_close,
+    relative_error,
+)
 
 
 def lengths(offsets: torch.Tensor) -> torch.Tensor:
@@ -276,3 +281,12 @@ def test_inputs_are_poisoned():
 
 def test_spread_has_both_ends():
     assert {3, 90} <= set(spread(5, 3, 90)) and spread(1, 3, 90) == (90,)
+
+
+def test_autocast_does_not_change_the_arithmetic():
+    inputs = make_inputs(AttentionCase(id="autocast", kv_lens=(700, 65), q_lens=(1, 1)))
+    expected = attention_reference(validate(**inputs))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_reference(validate(**inputs))
+    assert_bit_equal(found[0], expected[0], "out under autocast")
+    assert_bit_equal(found[1], expected[1], "LSE under autocast")

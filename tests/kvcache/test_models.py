@@ -155,6 +155,7 @@ def test_layer_types_that_are_not_known_are_not_guessed():
 
 def test_windows_that_older_files_describe_otherwise():
     qwen = {"use_sliding_window": True, "max_window_layers": 28, "sliding_window": 1024}
+    qwen["model_type"] = "qwen2"
     found = kinds("llama-3.1-8b", **qwen)
     assert found["full_attention"].layers == tuple(range(28))
     assert found["sliding_attention"].layers == (28, 29, 30, 31)

@@ -1,0 +1,89 @@
+"""What a config.json does not say, or says wrongly, is refused: no layer is guessed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from kvcache.cli import main
+from kvcache.models import layer_kinds
+
+PLAIN = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "sliding_window": 4096,
+    "dtype": "bfloat16",
+}
+
+
+def kinds(**fields):
+    return {kind.name: kind for kind in layer_kinds({**PLAIN, **fields}, "fp8", "sm_90a")}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["frobnicate", "bert", "jamba", "bamba", "nemotron_h", "zamba2", "lfm2", "llama4", "gpt_oss",
+     "cohere2", "olmo3", "gemma3n", "qwen3_next", "minimax", None],
+)  # fmt: skip
+def test_layers_of_types_that_are_not_known_are_not_guessed(model_type):
+    with pytest.raises(ValueError, match="layer_types: missing"):
+        kinds(model_type=model_type)
+
+
+def test_published_gemma3_files_have_no_pattern():
+    found = kinds(model_type="gemma3_text", num_hidden_layers=48, hidden_size=3840)
+    assert len(found["sliding_attention"].layers) == 40
+    assert found["full_attention"].layers == tuple(range(5, 48, 6))
+    assert found["full_attention"].config.head_size == 256
+
+
+def test_qwen_slides_only_on_request():
+    assert list(kinds(model_type="qwen2")) == ["full_attention"]
+    assert list(kinds(model_type="qwen2", use_sliding_window=True)) == ["sliding_attention"]
+
+
+def test_qwen3_heads_are_not_a_share_of_the_hidden_size():
+    assert kinds(model_type="qwen3", hidden_size=2560)["full_attention"].config.head_size == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"text_config": "x"}, "text_config"),
+        ({"layer_types": 5}, "layer_types"),
+        ({"layer_types": [["full_attention"]] * 32}, "layer_types"),
+        ({"sliding_window_pattern": "LLG"}, "sliding_window_pattern"),
+        ({"full_attention_interval": "4"}, "full_attention_interval"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "21"},
+         "max_window_layers"),
+        ({"num_hidden_layers": 300_000_000}, "num_hidden_layers"),
+        ({"num_kv_shared_layers": 99}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": -2}, "num_kv_shared_layers"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"head_dim": 128, "v_head_dim": 64}, "v_head_dim"),
+    ],
+)  # fmt: skip
+def test_wrong_fields_are_named(fields, name):
+    with pytest.raises(ValueError, match=name):
+        kinds(**{"model_type": "llama", **fields})
+
+
+def explained(tmp_path, text: str):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    return CliRunner().invoke(main, ["explain", "--model", str(path), "--kv-cache-dtype", "fp8"])
+
+
+def test_names_of_layers_are_not_markup(tmp_path):
+    model = {**PLAIN, "model_type": "llama", "layer_types": ["[/red]"] * 32}
+    done = explained(tmp_path, json.dumps(model))
+    assert done.exit_code == 1 and "[/red]" in done.output
+
+
+def test_a_file_of_brackets_is_refused(tmp_path):
+    done = explained(tmp_path, "[" * 100_000)
+    assert done.exit_code == 1 and "Error" in done.output and done.exception.code == 1
