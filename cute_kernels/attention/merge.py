@@ -85,17 +85,23 @@ def _check(
     suffix_lse: torch.Tensor,
     output_lse: torch.Tensor | None,
 ) -> None:
+    parts = {"prefix_output": prefix_output, "suffix_output": suffix_output}
+    lses = {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse}
+    if output_lse is not None:
+        lses["output_lse"] = output_lse
+    for name, x in {"output": output, **parts, **lses}.items():
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(
+                f"merge_attn_states: {name}: got a {type(x).__name__}; accepted: a tensor"
+            )
     if output.dim() != 3 or output.dtype not in _OUTPUT_DTYPES:
         _refuse("output", output, "a bfloat16, float16 or float32 (total_q, Hq, D) tensor")
-    for name, part in (("prefix_output", prefix_output), ("suffix_output", suffix_output)):
+    for name, part in parts.items():
         if (part.shape, part.dtype, part.device) != (output.shape, output.dtype, output.device):
             accepted = f"as output: {output.dtype} {tuple(output.shape)} on {output.device}"
             _refuse(name, part, accepted)
     shape = (output.shape[1], output.shape[0])
-    lses = {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse, "output_lse": output_lse}
     for name, lse in lses.items():
-        if lse is None and name == "output_lse":
-            continue
         if (lse.shape, lse.dtype, lse.device) != (shape, torch.float32, output.device):
             _refuse(name, lse, f"float32 (Hq, total_q) = {shape} on {output.device}")
 

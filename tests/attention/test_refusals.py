@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cute_kernels import merge_attn_states
 from cute_kernels.attention.arguments import validate
 from tests.cases import AttentionCase, make_inputs
 
@@ -39,3 +40,14 @@ def test_meta_tensors_are_refused():
     inputs = make_inputs(AttentionCase(id="meta", kv_lens=(70,), q_lens=(1,)))
     with pytest.raises(ValueError, match="cpu or cuda"):
         validate(**{**inputs, "q": inputs["q"].to("meta")})
+
+
+@pytest.mark.parametrize("given", ([0.0], None, "x"))
+@pytest.mark.parametrize("index", range(5))
+def test_merge_names_what_is_no_tensor(index, given):
+    names = ("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse")
+    o, lse = torch.zeros(2, 3, 4), torch.zeros(3, 2)
+    arguments = [o, o.clone(), lse, o.clone(), lse.clone()]
+    arguments[index] = given
+    with pytest.raises(ValueError, match=f"{names[index]}: got a {type(given).__name__}"):
+        merge_attn_states(*arguments)
