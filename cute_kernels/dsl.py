@@ -18,7 +18,6 @@ Facts about DSL 4.8.0 and 4.8.1 that shaped the callers:
 
 from __future__ import annotations
 
-import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
@@ -351,8 +350,3 @@ def mma_m16n8k16_f16(
     constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
     operands = [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3]
     return _asm([Float32] * 4, operands, ptx, constraints, False, loc, ip)
-
-
-def address_of(pointer: cute.Pointer) -> Int64:
-    """The address a pointer holds, as an integer that byte arithmetic can use."""
-    return pointer.toint()

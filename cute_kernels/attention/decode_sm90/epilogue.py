@@ -1,4 +1,4 @@
-"""What happens to an item's result: the final output, or one part of it for the combine kernel."""
+"""What happens to an item's result: the final output, or one part of it for fixup.py."""
 
 from __future__ import annotations
 
