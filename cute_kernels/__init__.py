@@ -6,9 +6,8 @@ touches no CUDA driver, so a host process may import it and fork.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from .lazy import lazy_names
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention.interface import flash_attn_varlen_func
@@ -22,4 +21,14 @@ _HOME = {
     "merge_attn_states": ".attention.merge",
 }
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value  # later uses skip this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,10 +6,10 @@ first use; only those that handle tensors import torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from cute_kernels import __version__
-from cute_kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .blocks import (
@@ -137,4 +137,14 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value  # later uses skip this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -23,6 +23,8 @@ from cute_kernels import dsl
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 
 TILE_SHIFT = TILE_TOKENS.bit_length() - 1
+# Stands for "no limit" in a window; sums with a position stay below 2^31.
+UNLIMITED = 1 << 30
 
 
 class Lengths(NamedTuple):

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 TILE_TOKENS = 64
-# Stands for "no limit" in a window; sums with a position stay below 2^31.
-UNLIMITED = 1 << 30
 WARPGROUP_THREADS = 128
 # What a producer warpgroup keeps when it gives its registers to the consumers.
 PRODUCER_REGISTERS = 40

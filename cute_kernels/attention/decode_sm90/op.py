@@ -15,7 +15,6 @@ from cute_kernels.attention.common.counters import counters_for
 from cute_kernels.attention.decode_sm90.config import (
     HEAD_SIZES,
     TILE_TOKENS,
-    UNLIMITED,
     DecodeConfig,
     box_tokens_for_page,
     grid_ctas,
@@ -27,6 +26,7 @@ from cute_kernels.compile.cache import KERNELS
 from cute_kernels.compile.key import compile_key
 from cute_kernels.env import bundle_directories
 
+UNLIMITED = 1 << 30
 _Q_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # A CTA with less than this to read costs more in partial results than it saves.
 _MIN_BYTES_PER_CTA = 65536
