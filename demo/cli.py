@@ -121,7 +121,11 @@ def _generate(session: Session, prompt: str, tokens: int, compare: bool) -> dict
             reference = evaluate.generate(
                 model, prompt_ids, session.fp8_cache(), tokens, "generate, reference"
             )
+            choices = evaluate.choices_from_one_cache(
+                model, (KERNEL, REFERENCE), prompt_ids, session.fp8_cache(), tokens
+            )
         result["comparison"] = evaluate.compare(run, reference)._asdict()
+        result["choices"] = choices._asdict()
     return result
 
 
@@ -192,8 +196,8 @@ def main(
 
     Attention runs through cute_kernels.flash_attn_varlen_func: the CuTe DSL kernels on a Hopper
     GPU, the torch reference elsewhere. Ends with exit status 1 when FP8 changes the perplexity by
-    more than 1 % (and the standard error of that figure), or when the compared texts differ at a
-    step that was not a tie.
+    more than 1 % (and the standard error of that figure), or when kernel and reference, reading
+    the same cache, choose different tokens at a step that was not a tie.
     """
     started = time.perf_counter()
     where, spec = _device(device), MODELS[model]

@@ -19,7 +19,7 @@ requires_module("transformers")
 from demo import evaluate, report, texts  # noqa: E402 - needs transformers
 from demo import models as demo_models  # noqa: E402
 from demo.cli import main  # noqa: E402
-from demo.evaluate import Comparison, Generation  # noqa: E402
+from demo.evaluate import Choices, Comparison, Generation  # noqa: E402
 from kvcache.integrations.transformers import PagedKVCache, register  # noqa: E402
 from tests.demo import models  # noqa: E402
 
@@ -99,6 +99,32 @@ def test_two_runs_that_part_are_compared_up_to_there():
     assert evaluate.compare(run, other) == Comparison(1, False, 0.5, 0.5)
 
 
+def test_choices_from_one_cache_see_a_wrong_attention_and_nothing_else():
+    model, prompt = paged_llama(), models.tokens(1, 40)
+    model.generation_config.eos_token_id = None
+
+    def forgetful(*args, **kwargs):  # sees the first key only
+        kwargs["seqused_k"] = torch.ones_like(kwargs["seqused_k"])
+        return models.reference(*args, **{**kwargs, "causal": False})
+
+    register("reference", models.reference)
+    register("forgetful", forgetful)
+    run = evaluate.generate(model, prompt, PagedKVCache(model.config), 6)
+    cache = PagedKVCache(model.config)
+    same = evaluate.choices_from_one_cache(model, ("cute_kv", "reference"), prompt, cache, 6)
+    assert same == Choices(6, 6, None, 0.0)
+    assert cache.get_seq_length() == 40 + 5
+    cache = PagedKVCache(model.config)
+    wrong = evaluate.choices_from_one_cache(model, ("forgetful", "reference"), prompt, cache, 6)
+    assert wrong.steps == 6
+    assert wrong.equal < 6
+    assert wrong.max_logit_difference > 0.01
+    model.generation_config.eos_token_id = run.ids[2]
+    cache = PagedKVCache(model.config)
+    stopped = evaluate.choices_from_one_cache(model, ("cute_kv", "reference"), prompt, cache, 6)
+    assert stopped.steps <= 3
+
+
 # ---- verdict -----------------------------------------------------------------------------------
 
 
@@ -112,7 +138,8 @@ def result(change: float = 0.002, gap: float | None = None, fallbacks: tuple = (
             "text": "Because.",
             "token_ids": [5, 6, 7],
             "tokens_per_second": 12.5,
-            "comparison": Comparison(2, gap is None, gap, 0.01)._asdict(),
+            "comparison": Comparison(2, False, 0.25, 0.5)._asdict(),
+            "choices": Choices(3, 3 if gap is None else 1, gap, 0.01)._asdict(),
         },
         "quality": {
             "tokens": 100,
@@ -140,8 +167,8 @@ def test_good_numbers_pass(change, gap):
         (result(change=0.0112), r"perplexity with fp8 KV is \+1.12% off .* \+- 0.10%"),
         (result(change=-0.02), r"perplexity with fp8 KV is -2.00%"),
         (result(change=math.nan), "perplexity"),
-        (result(gap=0.02), r"differ at token 2, where the reference's logits were 2.0e-02 apart"),
-        (result(gap=math.nan), "differ at token 2"),
+        (result(gap=0.02), r"differently at 2 of 3 steps, .* logits were up to 2.0e-02 apart"),
+        (result(gap=math.nan), "differently at 2 of 3 steps"),
         (result(fallbacks=("slow",)), "no kernel ran"),
     ),
 )
@@ -159,7 +186,8 @@ def test_the_summary_has_text_and_numbers():
         "12.5 tokens/s",
         "1,000 bytes in fp8, 2,000 in bf16 (0.50x)",
         "10.0000 with bf16 KV, 10.0200 with fp8 KV: +0.20% +- 0.10%",
-        "2 of 3 leading tokens equal, then a choice between logits 1.0e-03 apart",
+        "1 of 3 choices from one cache equal, others between logits up to 1.0e-03 apart",
+        "2 of 3 leading tokens equal, then a choice between logits 2.5e-01 apart",
     ):
         assert words in summary
 
@@ -239,6 +267,7 @@ def test_the_command_line_on_a_real_model(tmp_path):
     assert generation["text"].strip() in done.output
     assert len(generation["token_ids"]) == 8
     assert generation["comparison"] == Comparison(8, True, None, 0.0)._asdict()
+    assert generation["choices"] == Choices(8, 8, None, 0.0)._asdict()
     assert numbers["attention"] == "torch reference"
     # Pages of 64 tokens, K and V, 3 heads of 64 elements, 30 layers; 100 tokens take two pages.
     assert quality["cache_bytes_fp8"] == 2 * 64 * 2 * 3 * 64 * 30
