@@ -139,9 +139,9 @@ def ldmatrix_x4_trans(address: Int32, *, loc=None, ip=None):
 
 @dsl_user_op
 def ld_global_nc_b32x4(address: Int64, *, loc=None, ip=None):
-    """16 bytes that nothing writes while the kernel runs (read-only path)."""
+    """16 bytes that nothing writes while the kernel runs (read-only path), in program order."""
     ptx = "ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];"
-    return _asm([Int32] * 4, [address], ptx, "=r,=r,=r,=r,l", False, loc, ip)
+    return _asm([Int32] * 4, [address], ptx, "=r,=r,=r,=r,l", True, loc, ip)
 
 
 @dsl_user_op
@@ -270,6 +270,17 @@ def fmax(x: Float32, y: Float32, *, loc=None, ip=None):
 
 
 # ---- warp ----------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def barrier_reduce_or(barrier: Int32, threads: Int32, condition: Int32, *, loc=None, ip=None):
+    """Named barrier; 1 for all ``threads`` where any of them came with a nonzero condition."""
+    ptx = (
+        "{ .reg .pred p, q; setp.ne.b32 p, $3, 0;"
+        " barrier.cta.red.or.pred q, $1, $2, p; selp.b32 $0, 1, 0, q; }"
+    )
+    constraints = "=r,r,r,r,~{memory}"
+    return _asm([Int32], [barrier, threads, condition], ptx, constraints, True, loc, ip)
 
 
 @dsl_user_op

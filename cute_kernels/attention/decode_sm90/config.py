@@ -88,7 +88,7 @@ def smem_bytes(config: DecodeConfig) -> int:
     """Shared memory of one CTA, alignment padding included (what the allocator will ask for)."""
     rows, head_size = config.rows, config.head_size
     ring = config.stages * config.stage_bytes
-    probabilities = config.step_tiles * rows * TILE_TOKENS * 2
+    probabilities = 2 * config.step_tiles * rows * TILE_TOKENS * 2
     queries = rows * head_size * 2 if config.uses_wgmma else 0
     # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items
     tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4) + 64

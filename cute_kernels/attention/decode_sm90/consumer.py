@@ -114,7 +114,7 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
         self,
         acc: cute.Tensor,
         tile: TileOfStep,
-        place: cutlass.Constexpr,
+        place: Int32,
         seq: Sequence,
         low: Int32,
     ):
@@ -157,10 +157,14 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
         b, item, tile = stretch.b, stretch.item, stretch.tile
         slot = Int32(0)
         phase = Int32(0)
+        buffer = Int32(0)
         while done < stretch.count:
             segment = segment_at(lengths, shape, b, item, tile, stretch.count - done, config.rows)
             seq, chunk, head = segment.seq, segment.chunk, segment.head
             b = segment.b
+            if const_expr(not config.loader_only):
+                # Before anything that waits: soon the tiles' loads fill all queues to DRAM.
+                queries = self.fetch_queries(mQ, seq, chunk, head)
             k_scale = Float32(1.0)
             v_scale = Float32(1.0)
             if scales.mK.iterator.toint() != 0:
@@ -169,12 +173,12 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                 v_scale = scales.mV[b, head]
             base_scale = scales.softmax_scale * k_scale * dsl.LOG2_E
             if const_expr(not config.loader_only):
-                if const_expr(config.uses_wgmma):
-                    self.load_queries_to_smem(mQ, base_scale, seq, chunk, head)
-                else:
-                    self.load_queries_to_registers(mQ, rQ, rScale, base_scale, seq, chunk, head)
                 self.publish_visible(seq, chunk)
                 self.reset(acc, state)
+                if const_expr(config.uses_wgmma):
+                    self.keep_queries_in_smem(mQ, queries, base_scale)
+                else:
+                    self.keep_queries_in_registers(mQ, queries, rQ, rScale, base_scale)
                 self.barrier()
             view = self.view_of(seq, chunk)
             for t in cutlass.range(chunk.tile_begin, chunk.tile_end, config.step_tiles, unroll=1):
@@ -198,9 +202,11 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                 else:
                     for i in cutlass.range_constexpr(config.step_tiles):
                         self.score_tile(scores[i], rQ, rScale, tiles[i], view)
-                    self.softmax(scores, acc, state)
+                    self.softmax(scores, acc, state, buffer)
                     for i in cutlass.range_constexpr(config.step_tiles):
-                        self.add_values(acc, tiles[i], i, seq, segment.low)
+                        place = buffer * config.step_tiles + i
+                        self.add_values(acc, tiles[i], place, seq, segment.low)
+                    buffer = buffer ^ 1
             if const_expr(not config.loader_only):
                 self.reduce_sums(state)
                 if segment.count == seq.tiles:

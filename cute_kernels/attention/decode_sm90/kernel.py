@@ -292,7 +292,7 @@ class DecodeSm90:
 
         ring = array(Uint8, config.stage_bytes * config.stages, 1024)
         q = array(Float16, rows * D if config.uses_wgmma else 8, 1024)
-        p = array(Float16, config.step_tiles * rows * TILE_TOKENS, 1024)
+        p = array(Float16, 2 * config.step_tiles * rows * TILE_TOKENS, 1024)
         row_max = array(Float32, 4 * rows, 128)
         row_sum = array(Float32, 4 * rows, 128)
         visible = array(Int32, 2 * rows, 128)
@@ -305,7 +305,7 @@ class DecodeSm90:
         if config.uses_wgmma:
             atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
             q_layout = cute.tile_to_shape(atom, (rows, D), order=(0, 1))
-            p_shape = (rows, TILE_TOKENS, config.step_tiles)
+            p_shape = (rows, TILE_TOKENS, 2 * config.step_tiles)
             p_layout = cute.tile_to_shape(atom, p_shape, order=(0, 1, 2))
             sQ = cute.make_tensor(cute.recast_ptr(q, q_layout.inner, dtype=Float16), q_layout.outer)
             sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=Float16), p_layout.outer)

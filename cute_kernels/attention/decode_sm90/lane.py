@@ -32,10 +32,11 @@ class NamedBarrier(IntEnum):
 class ConsumerSmem(NamedTuple):
     """Shared addresses of the consumer's tables (bytes), and Q^T and P^T as MMA operands.
 
-    p: probabilities, fp16, rows x 64 tokens for each tile of a step. row_max, row_sum: (4 warps,
-    rows) float32. visible: (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32,
-    what turns a raw score into a log2-domain score. q_max: (4 warps, rows) packed bf16 maxima.
-    shared_items: two entries of SHARED_ITEM_WORDS words, see fixup.py.
+    p: probabilities, fp16, rows x 64 tokens for each tile of two steps: while warps still read one
+    step's, others fill the next one's. row_max, row_sum: (4 warps, rows) float32. visible: (rows,)
+    pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score into a
+    log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two entries of
+    SHARED_ITEM_WORDS words, see fixup.py.
     """
 
     p: Int32
@@ -123,6 +124,12 @@ class ConsumerLane:
     def barrier(self):
         cute.arch.barrier(
             barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=WARPGROUP_THREADS
+        )
+
+    def barrier_any(self, condition: Int32) -> Int32:
+        """Barrier of the consumers; nonzero for all of them where any thread's condition was."""
+        return dsl.barrier_reduce_or(
+            Int32(int(NamedBarrier.CONSUMERS)), Int32(WARPGROUP_THREADS), condition
         )
 
     @cute.jit

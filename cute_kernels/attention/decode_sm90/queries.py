@@ -20,7 +20,7 @@ from cute_kernels.attention.common.tile_schedule import Chunk, Sequence, query_t
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane
 
 
-def _scale_of_row(max_word: Int32):
+def scale_of_row(max_word: Int32):
     """(scale, 1 / scale) of a row, from its packed bf16 maxima."""
     low = max_word << 16
     high = max_word & Int32(0xFFFF0000 - (1 << 32))
@@ -43,24 +43,37 @@ class QueryLoading(ConsumerLane):
         element = cute.crd2idx((seq.q_start + token, query_head, 16 * self.j), mQ.layout)
         return mQ.iterator.toint() + Int64(element) * 2
 
+    def fetch_queries(self, mQ: cute.Tensor, seq: Sequence, chunk: Chunk, head: Int32):
+        """Issue the loads of the lane's share of Q; ``keep_queries`` waits for them.
+
+        8 rows: all of Q in each warp. More: of each row block, every fourth half pass a warp.
+        """
+        if self.config.uses_wgmma:
+            half_passes = self.config.head_size // 32
+            units = [
+                cutlass.min(self.warp + 4 * i, Int32(half_passes - 1))
+                for i in range(max(1, half_passes // 4))
+            ]
+        else:
+            units = range(self.config.head_size // 32)
+        loaded = []
+        for n in range(self.row_blocks):
+            address = self._row_address(mQ, seq, chunk, head, 8 * n + self.g)
+            loaded += [
+                dsl.ld_global_nc_b32x4(address + (unit // 2) * 128 + (unit % 2) * 16)
+                for unit in units
+            ]
+        return loaded
+
     @cute.jit
-    def load_queries_to_registers(
-        self,
-        mQ: cute.Tensor,
-        rQ: cute.Tensor,
-        rScale: cute.Tensor,
-        base_scale: Float32,
-        seq: Sequence,
-        chunk: Chunk,
-        head: Int32,
+    def keep_queries_in_registers(
+        self, mQ: cute.Tensor, loaded, rQ: cute.Tensor, rScale: cute.Tensor, base_scale: Float32
     ):
         """8 rows: every warp keeps all of Q as fragments; rScale: scales of rows 2j, 2j + 1."""
         words = self.config.head_size // 8
-        address = self._row_address(mQ, seq, chunk, head, self.g)
         for i in cutlass.range_constexpr(words // 4):
-            loaded = dsl.ld_global_nc_b32x4(address + (i // 2) * 128 + (i % 2) * 16)
             for z in cutlass.range_constexpr(4):
-                rQ[4 * i + z] = loaded[z]
+                rQ[4 * i + z] = loaded[i][z]
         rScale[0] = base_scale
         rScale[1] = base_scale
         if const_expr(mQ.element_type is BFloat16):
@@ -70,7 +83,7 @@ class QueryLoading(ConsumerLane):
                     top = dsl.max_abs_bf16x2(top, rQ[4 * i + z])
             for step in cutlass.range_constexpr(2):
                 top = dsl.max_abs_bf16x2(top, dsl.shuffle_xor_b32(top, Int32(1 << step)))
-            scale, inverse = _scale_of_row(top)
+            scale, inverse = scale_of_row(top)
             for i in cutlass.range_constexpr(words // 4):
                 for z in cutlass.range_constexpr(4):
                     rQ[4 * i + z] = dsl.bf16x2_to_f16x2_scaled(rQ[4 * i + z], scale)
@@ -79,25 +92,12 @@ class QueryLoading(ConsumerLane):
                 rScale[r] = base_scale * dsl.shuffle_from_lane_f32(inverse, 4 * (2 * self.j + r))
 
     @cute.jit
-    def load_queries_to_smem(
-        self,
-        mQ: cute.Tensor,
-        base_scale: Float32,
-        seq: Sequence,
-        chunk: Chunk,
-        head: Int32,
-    ):
+    def keep_queries_in_smem(self, mQ: cute.Tensor, loaded, base_scale: Float32):
         """16 and more rows: Q^T in shared memory as a K-major, 128-byte-swizzled wgmma operand."""
         config, smem = self.config, self.smem
         half_passes = config.head_size // 32
         per_warp = max(1, half_passes // 4)
         is_bf16 = const_expr(mQ.element_type is BFloat16)
-        loaded = []
-        for n in cutlass.range_constexpr(self.row_blocks):
-            address = self._row_address(mQ, seq, chunk, head, 8 * n + self.g)
-            for i in cutlass.range_constexpr(per_warp):
-                unit = cutlass.min(self.warp + 4 * i, Int32(half_passes - 1))
-                loaded.append(dsl.ld_global_nc_b32x4(address + (unit // 2) * 128 + (unit % 2) * 16))
         if const_expr(is_bf16):
             for n in cutlass.range_constexpr(self.row_blocks):
                 top = Int32(0)
@@ -119,7 +119,7 @@ class QueryLoading(ConsumerLane):
                 for w in cutlass.range_constexpr(4):
                     other = dsl.ld_shared_b32(smem.q_max + (w * config.rows + row) * 4)
                     top = dsl.max_abs_bf16x2(top, other)
-                scale, inverse = _scale_of_row(top)
+                scale, inverse = scale_of_row(top)
             if self.tid < 32:
                 if self.j == 0:
                     dsl.st_shared_f32(smem.q_scale + row * 4, base_scale * inverse)

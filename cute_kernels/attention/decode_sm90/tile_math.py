@@ -19,6 +19,15 @@ from cute_kernels.attention.common.tile_schedule import Sequence
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane, Softmax
 
+# How far (log2) scores may exceed the running maximum that probabilities refer to: fp16 holds up to
+# 2^16 with the same relative precision, and sums and output are float32.
+MAX_LAG = 8.0
+
+
+def _reference(top: Float32) -> Float32:
+    """The maximum to subtract; 0 for a row that has seen no key, as (-inf) - (-inf) is NaN."""
+    return cutlass.select_(top == dsl.NEG_INF, Float32(0.0), top)
+
 
 class TileMath(ConsumerLane):
     @cute.jit
@@ -109,21 +118,46 @@ class TileMath(ConsumerLane):
                         rS[4 * n + i] = Float32(dsl.NEG_INF)
 
     @cute.jit
-    def softmax(self, scores, acc: cute.Tensor, state: Softmax):
+    def softmax(self, scores, acc: cute.Tensor, state: Softmax, buffer: Int32):
         """Online softmax of a step's tiles over the four warps; leaves P^T in shared memory.
 
-        scores: one rS per tile. One exchange of maxima (two barriers) serves all of them.
+        scores: one rS per tile. The probabilities refer to the maxima of earlier steps, so that one
+        barrier hands them over. Only where a score exceeds its row's maximum by 2^MAX_LAG (always
+        in an item's first step) do the warps exchange maxima and start the step anew.
         """
-        tiles = len(scores)
+        tops = self._lane_maxima(scores)
+        exceeded = Int32(0)
+        for i in cutlass.range_constexpr(2 * self.row_blocks):
+            if tops[i] > state.rMax[i] + MAX_LAG:
+                exceeded = Int32(1)
+        added = cute.make_rmem_tensor((2 * self.row_blocks,), Float32)
+        self._probabilities(scores, state, added, buffer)
+        if self.barrier_any(exceeded) != 0:
+            self._raise_maxima(tops, acc, state)
+            self._probabilities(scores, state, added, buffer)
+            self.barrier()
+        for i in cutlass.range_constexpr(2 * self.row_blocks):
+            state.rSum[i] = state.rSum[i] + added[i]
+
+    @cute.jit
+    def _lane_maxima(self, scores):
+        tops = []
         for n in cutlass.range_constexpr(self.row_blocks):
-            top = []
             for r in cutlass.range_constexpr(2):
                 x = dsl.fmax(scores[0][4 * n + r], scores[0][4 * n + 2 + r])
-                for i in cutlass.range_constexpr(1, tiles):
+                for i in cutlass.range_constexpr(1, len(scores)):
                     x = dsl.fmax(x, dsl.fmax(scores[i][4 * n + r], scores[i][4 * n + 2 + r]))
+                tops.append(x)
+        return tops
+
+    @cute.jit
+    def _raise_maxima(self, tops, acc: cute.Tensor, state: Softmax):
+        """Running maxima over all warps' scores of the step; sums and output follow them."""
+        for n in cutlass.range_constexpr(self.row_blocks):
+            top = [tops[2 * n], tops[2 * n + 1]]
+            for r in cutlass.range_constexpr(2):
                 for step in cutlass.range_constexpr(3):
-                    x = dsl.fmax(x, dsl.shuffle_xor_f32(x, Int32(4 << step)))
-                top.append(x)
+                    top[r] = dsl.fmax(top[r], dsl.shuffle_xor_f32(top[r], Int32(4 << step)))
             if self.g == 0:
                 dsl.st_shared_f32x2(self._warp_row(self.smem.row_max, self.warp, n), top[0], top[1])
         self.barrier()
@@ -132,37 +166,38 @@ class TileMath(ConsumerLane):
             for w in cutlass.range_constexpr(4):
                 other = dsl.ld_shared_f32x2(self._warp_row(self.smem.row_max, w, n))
                 top = [dsl.fmax(top[0], other[0]), dsl.fmax(top[1], other[1])]
-            references = []
             correction = []
             for r in cutlass.range_constexpr(2):
-                # a row that has seen no key yet: keep (-inf) - (-inf) out of exp2
-                reference = top[r]
-                if top[r] == dsl.NEG_INF:
-                    reference = Float32(0.0)
-                references.append(reference)
-                correction.append(dsl.exp2(state.rMax[2 * n + r] - reference))
+                correction.append(dsl.exp2(state.rMax[2 * n + r] - _reference(top[r])))
                 state.rMax[2 * n + r] = top[r]
                 state.rSum[2 * n + r] = state.rSum[2 * n + r] * correction[r]
+            self._rescale(acc, correction, n)
+
+    @cute.jit
+    def _probabilities(self, scores, state: Softmax, added: cute.Tensor, buffer: Int32):
+        """P^T of the step into one of its two buffers, and what the lane adds to the row sums."""
+        tiles = len(scores)
+        for n in cutlass.range_constexpr(self.row_blocks):
+            references = [_reference(state.rMax[2 * n + r]) for r in range(2)]
+            sums = [Float32(0.0), Float32(0.0)]
             for i in cutlass.range_constexpr(tiles):
                 p = [dsl.exp2(scores[i][4 * n + z] - references[z % 2]) for z in range(4)]
                 for r in cutlass.range_constexpr(2):
-                    state.rSum[2 * n + r] = state.rSum[2 * n + r] + (p[r] + p[2 + r])
+                    sums[r] = sums[r] + (p[r] + p[2 + r])
                 near = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[0], p[1]))
                 far = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[2], p[3]))
-                self._store_probabilities(near, far, n, i)
-            self._rescale(acc, correction, n)
+                self._store_probabilities(near, far, n, buffer * tiles + i)
+            added[2 * n] = sums[0]
+            added[2 * n + 1] = sums[1]
         if const_expr(self.config.uses_wgmma):
             cute.arch.fence_proxy("async.shared", space="cta")
-        self.barrier()
 
     def _warp_row(self, table: Int32, warp, n: int) -> Int32:
         """Address of rows 8 n + 2 j, + 1 in a (4 warps, rows) table."""
         return table + (warp * self.config.rows + 8 * n) * 4 + self.j * 8
 
     @cute.jit
-    def _store_probabilities(
-        self, near: Int32, far: Int32, n: cutlass.Constexpr, tile: cutlass.Constexpr
-    ):
+    def _store_probabilities(self, near: Int32, far: Int32, n: cutlass.Constexpr, tile: Int32):
         base = self.smem.p + tile * (self.config.rows * TILE_TOKENS * 2)
         if const_expr(self.config.uses_wgmma):
             row = base + (8 * n + self.g) * 128 + 4 * self.j
@@ -207,8 +242,11 @@ class TileMath(ConsumerLane):
         cute.arch.sync_warp()
 
     @cute.jit
-    def values(self, acc: cute.Tensor, slot: Int32, tile: cutlass.Constexpr):
-        """acc += V^T P^T of one tile of the step (it has arrived), then hands its slot back."""
+    def values(self, acc: cute.Tensor, slot: Int32, tile: Int32):
+        """acc += V^T P^T of one tile (it has arrived), then hands its slot back.
+
+        tile: index of its P^T among those in shared memory.
+        """
         config, layout = self.config, self.layout
         base = self.v_address + slot * config.stage_bytes
         base_p = self.smem.p + tile * (config.rows * TILE_TOKENS * 2)
@@ -230,7 +268,7 @@ class TileMath(ConsumerLane):
             warpgroup.wait_group(0)
 
     @cute.jit
-    def _values_wgmma(self, acc: cute.Tensor, words, u: cutlass.Constexpr, tile: cutlass.Constexpr):
+    def _values_wgmma(self, acc: cute.Tensor, words, u: cutlass.Constexpr, tile: Int32):
         rA = cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16)
         a = cute.recast_tensor(rA, Int32)
         for s in cutlass.range_constexpr(4):
