@@ -1,9 +1,7 @@
-"""The command line: `python -m kvcache explain`."""
+"""The command line: `kvcache explain | warmup | cache | doctor`, or `python -m kvcache ...`."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +13,9 @@ from rich.text import Text
 
 import cute_kernels
 from kvcache.blocks import get_preferred_block_size_for_config
+from kvcache.cli_common import console, read_model
+from kvcache.cli_doctor import doctor_command
+from kvcache.cli_kernels import cache_group, warmup_command
 from kvcache.config import capability_of
 from kvcache.hybrid import LayerGroup, plan_pages
 from kvcache.models import LayerKind, layer_kinds
@@ -24,15 +25,20 @@ from kvcache.selection import can_run, explain, select_kernel
 @click.group()
 @click.version_option(cute_kernels.__version__, prog_name="kvcache")
 def main() -> None:
-    """What the kernels of cute-kernels can do for a model."""
+    """What the kernels of cute-kernels can do for a model, and how to have them ready."""
+
+
+main.add_command(warmup_command)
+main.add_command(cache_group)
+main.add_command(doctor_command)
 
 
 @main.command("explain")
 @click.option(
     "--model",
     required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A model's config.json, in the Hugging Face format.",
+    type=click.Path(exists=True, path_type=Path),
+    help="A model's config.json in the Hugging Face format, or its folder.",
 )
 @click.option("--arch", default="sm_90a", show_default=True, help="The GPU, like sm_90a.")
 @click.option(
@@ -49,26 +55,22 @@ def explain_command(
     model's: tensor parallelism divides them.
     """
     try:
-        text = json.loads(model.read_text(encoding="utf-8"))
-        if not isinstance(text, dict):
-            raise ValueError(f"a config.json holds an object, this is a {type(text).__name__}")
-        kinds = layer_kinds(text, kv_cache_dtype, capability_of(arch), text_only=text_only)
-    except RecursionError as error:
-        raise click.ClickException(f"{model}: nested too deeply") from error
-    except ValueError as error:
+        kinds = layer_kinds(
+            read_model(model), kv_cache_dtype, capability_of(arch), text_only=text_only
+        )
+    except (OSError, ValueError) as error:
         raise click.ClickException(f"{model}: {error}") from error
     reasons = [_reason(kind) for kind in kinds]
-    # Files and pipes have no width, and a cut table there cannot be widened.
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
-    console.print(_table(kinds, reasons))
+    screen = console()
+    _print_whole(screen, _table(kinds, reasons))
     for kind, reason in zip(kinds, reasons, strict=True):
         if verbose and kind.config is not None:
-            console.print(Text(f"{kind.name}: {explain(kind.config)}"))
+            screen.print(Text(f"{kind.name}: {explain(kind.config)}"))
         elif reason is not None:
-            console.print(Text(f"{kind.name}: {reason}"))
+            screen.print(Text(f"{kind.name}: {reason}"))
     if any(reason is not None for reason in reasons):
         raise SystemExit(1)
-    _print_plan(console, kinds)
+    _print_plan(screen, kinds)
 
 
 def _reason(kind: LayerKind) -> str | None:
@@ -103,7 +105,15 @@ def _table(kinds: Sequence[LayerKind], reasons: Sequence[str | None]) -> Table:
     return table
 
 
-def _print_plan(console: Console, kinds: Sequence[LayerKind]) -> None:
+def _print_whole(screen: Console, table: Table) -> None:
+    """A table that is wider than the terminal is wrapped by it, which loses nothing; one that is
+    made to fit is cut."""
+    unlimited = screen.options.update(max_width=10_000)
+    screen.width = max(screen.width, screen.measure(table, options=unlimited).maximum)
+    screen.print(table)
+
+
+def _print_plan(screen: Console, kinds: Sequence[LayerKind]) -> None:
     groups = [
         LayerGroup(kind.name, kind.config, len(kind.layers) - kind.shared)
         for kind in kinds
@@ -116,7 +126,7 @@ def _print_plan(console: Console, kinds: Sequence[LayerKind]) -> None:
         f"{part.group.name} {part.block_size} tokens ({float(part.waste_percent):.2f} % unused)"
         for part in plan.groups
     ]
-    console.print(
+    screen.print(
         Text(
             f"one pool for all layers: pages of {plan.page_bytes} bytes, {', '.join(parts)}; "
             f"{float(plan.waste_percent):.2f} % of the pool unused"

@@ -96,7 +96,7 @@ def compile_one(config: DecodeConfig, remarks: bool, folder: Path) -> Report:
 
 def _compile_and_inspect(config: DecodeConfig, remarks: bool, folder: Path) -> Report:
     from cute_kernels.attention.decode_sm90.build import compile_decode
-    from cute_kernels.attention.decode_sm90.op import compile_options
+    from cute_kernels.compile.plans import compile_options
 
     # A folder each: builds of one name overwrite each other's files.
     options = f"{compile_options(TARGET)} --keep-cubin --dump-dir={folder}"

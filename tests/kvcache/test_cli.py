@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
+from kvcache import cli, models
 from kvcache.cli import main
 from tests.kvcache.helpers import CONFIGS
 
@@ -44,7 +47,7 @@ def test_the_command_of_the_documentation_says_what_is_missing():
     assert [cells[-1] for cells in rows(done.output).values()] == ["none", "none"]
     for kind in ("sliding_attention", "full_attention"):
         (line,) = [line for line in done.output.splitlines() if line.startswith(f"{kind}: ")]
-        assert "the reader is missing" in line and "the store is missing" in line
+        assert "the reader is missing" in line and "store is missing" not in line
         assert line.endswith("the nearest kv_cache_dtype that works is 'fp8'")
     assert "one pool" not in done.output
 
@@ -100,11 +103,24 @@ def test_layer_types_that_are_not_known_fail(tmp_path):
     assert "new_attention: layers of type 'new_attention' are not known here\n" in done.output
 
 
+@pytest.mark.parametrize("width", (20, 80))
+def test_the_table_is_whole_on_a_narrow_terminal(width):
+    path = CONFIGS / "gemma-4-defaults.json"
+    kinds = models.layer_kinds(json.loads(path.read_text(encoding="utf-8")), "fp8", "sm_90a")
+    screen = Console(width=width, file=io.StringIO(), force_terminal=True, soft_wrap=True)
+    cli._print_whole(screen, cli._table(kinds, [None] * len(kinds)))
+    text = screen.file.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for cell in ("sliding_attention", "full_attention", "bytes/token", "decode_sm90", "4096"):
+        assert cell in text
+
+
 def test_options():
     assert explain("gemma-3-4b", "--kv-cache-dtype", "fp8").exit_code == 1
     assert explain("gemma-3-4b", "--kv-cache-dtype", "fp8", "--text-only").exit_code == 0
     verbose = explain("llama-3.1-8b", "--kv-cache-dtype", "fp8", "--verbose").output
-    assert "  decode_sm90 reads it\n  kvcache.paged writes it\n  served\n" in verbose
+    writers = "kvcache.paged and cute_kernels.reshape_and_cache"
+    assert f"  decode_sm90 reads it\n  {writers} write it\n  served\n" in verbose
     assert "  served" not in explain("llama-3.1-8b", "--kv-cache-dtype", "fp8").output
     # The model's own dtype is what it stores without the option, and no kernel here reads that.
     default = explain("llama-3.1-8b")

@@ -1,0 +1,178 @@
+"""A directory of compiled kernels that several processes may read, write and crash in.
+
+Layout: `<name>-<target>-<digest>-<toolchain>.so` and `.json` (see `library`); `.locks/`, one lock
+file a key, which the kernel of the operating system unlocks when its holder dies; scratch
+directories `.building-<host>-...` whose files are renamed into place when they are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.compile import library as libraries
+from cute_kernels.compile.errors import warn_once
+from cute_kernels.compile.key import CompileKey, Toolchain
+
+LOGGER = logging.getLogger("cute_kernels.compile")
+# A compile takes seconds. A holder that was stopped, not killed, must not stop the others too.
+LOCK_TIMEOUT_S = 120.0
+# A scratch directory this old belongs to nobody, on whichever host.
+_LEFTOVER_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel in a store. problem: why it would not be loaded, or None. manifest: None then."""
+
+    path: Path
+    manifest: dict[str, Any] | None
+    problem: str | None
+    size: int
+    modified: float
+
+
+class Store:
+    """The kernels in one directory; nothing is read or written before a method is called."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def prepare(self) -> None:
+        """Make the directory, for its owner alone to write, and see that it can be written.
+
+        Raises:
+            OSError: it cannot be made or written. PermissionError: others could have put code here.
+        """
+        if not self.directory.is_dir():
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(mode=0o755, exist_ok=True)
+        reason = libraries.distrusted(self.directory)
+        if reason is not None:
+            raise PermissionError(reason)
+        locks = self.directory / ".locks"
+        locks.mkdir(mode=0o700, exist_ok=True)
+        if not (os.access(self.directory, os.W_OK) and os.access(locks, os.W_OK)):
+            raise PermissionError(f"{self.directory} cannot be written")
+
+    def path(self, key: CompileKey, toolchain: Toolchain) -> Path:
+        return self.directory / f"{key.file_stem}-{toolchain.label}.so"
+
+    def candidates(self, key: CompileKey, toolchain: Toolchain | None) -> list[Path]:
+        """Libraries that claim to be ``key``'s: by this toolchain, or by any if it is None."""
+        if toolchain is not None:
+            path = self.path(key, toolchain)
+            # Not Path.exists, which raises where a parent may not be searched.
+            return [path] if os.path.exists(path) else []
+        return sorted(self.directory.glob(f"{key.file_stem}-*.so"))
+
+    def has(self, key: CompileKey, toolchain: Toolchain) -> bool:
+        """Whether a whole, loadable library of this key and toolchain is here."""
+        path = self.path(key, toolchain)
+        return os.path.exists(path) and libraries.problem_with(path, key) is None
+
+    @contextmanager
+    def lock(self, key: CompileKey, toolchain: Toolchain) -> Iterator[bool]:
+        """Hold the key's lock among this host's processes; yields whether it is held.
+
+        It is not where the file system has no locks, or when its holder did not release it within
+        `LOCK_TIMEOUT_S`: the caller then compiles beside somebody else, which costs time only.
+        """
+        from filelock import FileLock, Timeout
+
+        path = self.directory / ".locks" / f"{self.path(key, toolchain).stem}.lock"
+        lock = FileLock(str(path))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            LOGGER.info("waiting for another process that compiles %s", key.name)
+            try:
+                lock.acquire(timeout=LOCK_TIMEOUT_S)
+            except Timeout:
+                warn_once(path, f"{path}: held for {LOCK_TIMEOUT_S:.0f} s; compiling without it")
+        except (NotImplementedError, OSError) as error:
+            warn_once(self.directory, f"{self.directory}: no file locks ({error}); not locking")
+        held = lock.is_locked
+        try:
+            yield held
+        finally:
+            if held:
+                lock.release()
+
+    def write(self, key: CompileKey, toolchain: Toolchain, compiled: Any, locked: bool) -> Path:
+        """Export a compiled kernel (cute.compile with TVM-FFI) into the store; returns its path.
+
+        Readers see whole files or none: both are renamed into place, the manifest last. locked:
+        the caller holds the key's lock, so that scratch directories of this host and key are a dead
+        process's.
+
+        Raises:
+            OSError, subprocess.CalledProcessError: see `library.export`; nothing is left behind.
+        """
+        target = self.path(key, toolchain)
+        prefix = f".building-{socket.gethostname()}-{target.stem}-"
+        for dead in self.directory.glob(f"{prefix}*") if locked else ():
+            shutil.rmtree(dead, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            prefix=prefix, dir=self.directory, ignore_cleanup_errors=True
+        ) as scratch:
+            built = Path(scratch) / target.name
+            libraries.export(compiled, built)
+            described = built.with_suffix(".json")
+            manifest = libraries.manifest_of(key, toolchain, built)
+            described.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+            # A umask that lets the group write would make files that are then distrusted.
+            built.chmod(0o755)
+            described.chmod(0o644)
+            os.replace(built, target)
+            os.replace(described, target.with_suffix(".json"))
+        return target
+
+    def entries(self) -> list[Entry]:
+        """Everything that looks like a kernel here, by name, each read and checked."""
+        found = []
+        for path in sorted(self.directory.glob("*.so")):
+            problem = libraries.problem_with(path)
+            status = path.lstat()
+            manifest = libraries.read_manifest(path) if problem is None else None
+            found.append(Entry(path, manifest, problem, status.st_size, status.st_mtime))
+        return found
+
+    def leftovers(self) -> list[Path]:
+        """What crashes left: scratch directories that nobody uses any more, lone manifests."""
+        now = time.time()
+        scratch = [
+            path
+            for path in self.directory.glob(".building-*")
+            if now - path.lstat().st_mtime > _LEFTOVER_S
+        ]
+        lone = [
+            path
+            for path in self.directory.glob("*.json")
+            if re.search(r"-[0-9a-f]{16}-", path.name) and not path.with_suffix(".so").exists()
+        ]
+        return sorted(scratch + lone)
+
+    def remove(self, path: Path) -> None:
+        """Delete an entry or a leftover; a process that has the library loaded keeps it.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+            return
+        # The manifest first: without it a library is never loaded.
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.with_suffix(".so").unlink(missing_ok=True)

@@ -1,0 +1,35 @@
+"""What the commands share: reading a model's file, and a console that pipes can read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+def console() -> Console:
+    """Files and pipes have no width, and a cut table there cannot be widened."""
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+
+
+def read_model(path: Path) -> dict[str, Any]:
+    """A `config.json`, or that of a model's folder.
+
+    Raises:
+        ValueError: it holds no JSON object. OSError: it cannot be read.
+    """
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(model, dict):
+        raise ValueError(f"a config.json holds an object, this is a {type(model).__name__}")
+    return model

@@ -1,0 +1,176 @@
+"""Which kernels a model needs, from its `config.json`: the plan that `kvcache warmup` compiles.
+
+A frameworks' provider of compile units takes `plan_warmup(...).compile_units`: each has a `key`, by
+which equal ones are recognised, and `compile()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from cute_kernels.compile.plans import (
+    AttentionWorkload,
+    CompileUnit,
+    IndexerWorkload,
+    Workload,
+    units_for,
+)
+from kvcache.blocks import get_preferred_block_size_for_config
+from kvcache.config import AttentionConfig, capability_of
+from kvcache.dtypes import query_dtype_name
+from kvcache.models import LayerKind, layer_kinds
+from kvcache.selection import can_run
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A compile unit, and what asks for it, in words."""
+
+    unit: CompileUnit
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WarmupPlan:
+    """units: without doubles, in the order of layers, architectures and tensor-parallel sizes.
+    unserved: what of the model no kernel here serves, and why; it does not stop the rest.
+    """
+
+    units: tuple[PlannedUnit, ...]
+    unserved: tuple[str, ...]
+
+    @property
+    def compile_units(self) -> tuple[CompileUnit, ...]:
+        return tuple(planned.unit for planned in self.units)
+
+
+def plan_warmup(
+    model: Mapping[str, Any],
+    architectures: Iterable[str],
+    kv_cache_dtype: str,
+    *,
+    tp_sizes: Iterable[int] = (1,),
+    max_query_tokens: int = 8192,
+    page_sizes: Iterable[int] = (),
+    query_dtype: str | None = None,
+    text_only: bool = False,
+) -> WarmupPlan:
+    """Every compile unit that serving this model asks for, whatever the traffic.
+
+    Decoding, verifying draft tokens and prefilling differ in query tokens only, so a plan covers
+    every number of them up to the most.
+
+    Args:
+        model: the parsed `config.json`.
+        architectures: compile targets, like "sm_90a".
+        kv_cache_dtype: as in `AttentionConfig`.
+        tp_sizes: tensor-parallel sizes; fewer KV heads than devices are replicated.
+        max_query_tokens: the most tokens of one sequence in a batch: the engine's token budget, or
+            its longest sequence if that is shorter.
+        page_sizes: tokens of a page, as the kernel is given it; what the kernels prefer if empty.
+        query_dtype: what the model computes in, where that is not what its file says.
+        text_only: no images are sent.
+
+    Raises:
+        ValueError: a field of the file or an argument that cannot be right.
+    """
+    asked = _Asked({}, {})
+    pages, sizes = tuple(page_sizes), tuple(tp_sizes)
+    for architecture in architectures:
+        kinds = layer_kinds(model, kv_cache_dtype, capability_of(architecture), text_only=text_only)
+        for size in sizes:
+            for kind, workload, refusal in _workloads(
+                kinds, size, pages, max_query_tokens, query_dtype
+            ):
+                units = [] if workload is None else units_for(workload, architecture)
+                what = f"{kind.name} ({len(kind.layers)} layers)"
+                asked.note(what, architecture, size, units, refusal)
+            indexer = _indexer(model)
+            if indexer is not None:
+                what = f"indexer ({indexer.num_heads} heads of {indexer.head_size})"
+                asked.note(what, architecture, size, units_for(indexer, architecture))
+    units = tuple(PlannedUnit(unit, _sentences(who)) for unit, who in asked.units.items())
+    return WarmupPlan(units, _sentences(asked.unserved))
+
+
+class _Asked(NamedTuple):
+    """What asks for a unit, and what for none: words, each with the tensor-parallel sizes."""
+
+    units: dict[CompileUnit, dict[str, list[int]]]
+    unserved: dict[str, list[int]]
+
+    def note(
+        self,
+        what: str,
+        architecture: str,
+        tp_size: int,
+        units: list[CompileUnit],
+        refusal: str = "no kernel here is compiled for it",
+    ) -> None:
+        on = f"{what} on {architecture}, TP %s"
+        for unit in units:
+            self.units.setdefault(unit, {}).setdefault(on, []).append(tp_size)
+        if not units:
+            reason = refusal.replace("%", "%%")
+            self.unserved.setdefault(f"{on}: {reason}", []).append(tp_size)
+
+
+def _sentences(sizes_by_text: dict[str, list[int]]) -> tuple[str, ...]:
+    return tuple(text % "/".join(map(str, sizes)) for text, sizes in sizes_by_text.items())
+
+
+def _workloads(
+    kinds: list[LayerKind],
+    tp_size: int,
+    pages: tuple[int, ...],
+    max_query_tokens: int,
+    query_dtype: str | None,
+) -> Iterable[tuple[LayerKind, Workload | None, str]]:
+    """(kind, what it asks for on one device, why it is not served) of all that need a kernel."""
+    for kind in kinds:
+        if kind.config is None:
+            if kind.has_kv_cache:
+                yield kind, None, kind.note
+            continue
+        config = _on_one_device(kind.config, tp_size)
+        if query_dtype is not None:
+            config = replace(config, query_dtype=query_dtype)
+        refusals = [can_run(replace(config, page_size=size)) for size in pages or (None,)]
+        refusal = "; ".join(dict.fromkeys(filter(None, refusals)))
+        if refusal:
+            yield kind, None, refusal
+            continue
+        workload = AttentionWorkload(
+            head_size=config.head_size,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            q_dtype=config.query_dtype,
+            kv_cache_dtype=config.dtype.name,
+            page_sizes=pages or (get_preferred_block_size_for_config(1, config),),
+            max_query_tokens=max_query_tokens,
+        )
+        yield kind, workload, "no kernel here is compiled for it"
+
+
+def _on_one_device(config: AttentionConfig, tp_size: int) -> AttentionConfig:
+    """The configuration of one of `tp_size` devices that divide the heads among them."""
+    if tp_size < 1:
+        raise ValueError(f"tp_sizes: got {tp_size}; accepted: >= 1")
+    q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
+    if q_heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads):
+        raise ValueError(
+            f"tp_sizes: {tp_size} devices cannot share {q_heads} query and {kv_heads} KV heads"
+        )
+    return replace(config, num_q_heads=q_heads // tp_size, num_kv_heads=max(1, kv_heads // tp_size))
+
+
+def _indexer(model: Mapping[str, Any]) -> IndexerWorkload | None:
+    """The sparse-attention indexer of a model that has one; it is not divided among devices."""
+    text = {**model, **(model.get("text_config") or {})}
+    heads, size = text.get("index_n_heads"), text.get("index_head_dim")
+    if heads is None or size is None:
+        return None
+    dtype = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
+    return IndexerWorkload(heads, size, query_dtype_name(dtype))

@@ -1,0 +1,169 @@
+"""Warmup plans of published models, held against the calls that serving them makes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cute_kernels.attention.decode_sm90 import config as decode_sm90
+from cute_kernels.attention.prefill_sm90 import config as prefill_sm90
+from cute_kernels.attention.route_sm90 import Bounds, route
+from cute_kernels.compile.plans import CompileUnit
+from cute_kernels.store import config as store
+from kvcache.cli_common import read_model
+from kvcache.models import layer_kinds
+from kvcache.warmup import plan_warmup
+from tests.kvcache.helpers import CONFIGS
+
+MAX_TOKENS = 8192
+MODELS = ("gemma-4-31b", "gemma-4-e2b", "llama-3-70b", "qwen3-235b-a22b", "gpt-oss-120b")
+TP_SIZES = (1, 2, 4, 8)
+
+
+def plan(name: str, **options):
+    arguments = {"text_only": True, "max_query_tokens": MAX_TOKENS, **options}
+    architectures = arguments.pop("architectures", ["sm_90a"])
+    return plan_warmup(read_model(CONFIGS / f"{name}.json"), architectures, "fp8", **arguments)
+
+
+def decode_units(found):
+    return [planned for planned in found.units if planned.unit.kernel == "decode_sm90"]
+
+
+def decode(found) -> dict[tuple[int, int], str]:
+    """Reasons by (head size, rows) of the decode kernel's units."""
+    units = decode_units(found)
+    assert len({planned.unit for planned in units}) == len(units)
+    return {
+        (planned.unit.config.head_size, planned.unit.config.rows): " | ".join(planned.reasons)
+        for planned in units
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "expected"),
+    (
+        # Sliding layers 32/16 heads of 256, full ones 32/4 of 512.
+        ("gemma-4-31b", 1, {(256, 8), (256, 16), (256, 32), (512, 8), (512, 16), (512, 32)}),
+        # TP 8: 4/2 and, one KV head replicated, 4/1.
+        ("gemma-4-31b", 8, {(256, 8), (256, 16), (256, 32), (512, 8), (512, 16), (512, 32)}),
+        ("gemma-4-e2b", 1, {(256, 8), (256, 16), (256, 32), (512, 8), (512, 16), (512, 32)}),
+        ("llama-3-70b", 1, {(128, 8), (128, 16), (128, 32), (128, 64)}),
+        # 64/4: 16 rows already at one token, so the bucket of 8 cannot occur...
+        ("qwen3-235b-a22b", 4, {(128, 16), (128, 32), (128, 64)}),
+        # ...but at TP 8 it is 8/1.
+        ("qwen3-235b-a22b", 8, {(128, 8), (128, 16), (128, 32), (128, 64)}),
+        ("gpt-oss-120b", 2, {(64, 8), (64, 16), (64, 32), (64, 64)}),
+    ),
+)
+def test_published_models(name, tp_size, expected):
+    found = plan(name, tp_sizes=[tp_size])
+    assert set(decode(found)) == expected and found.unserved == ()
+    assert {planned.unit.config.box_tokens for planned in decode_units(found)} == {64}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tp_size", TP_SIZES)
+@pytest.mark.parametrize("page_sizes", ((64,), (16, 32, 128)))
+def test_a_replay_asks_for_the_plan_and_nothing_else(name, tp_size, page_sizes):
+    """Every number of query tokens: decode, verify batches, chunks of prefill, whole prompts."""
+    model = read_model(CONFIGS / f"{name}.json")
+    asked = set()
+    for kind in layer_kinds(model, "fp8", "sm_90a", text_only=True):
+        q_heads = kind.config.num_q_heads // tp_size
+        kv_heads = max(1, kind.config.num_kv_heads // tp_size)
+        for tokens, page in itertools.product((*range(1, 129), 1000, MAX_TOKENS), page_sizes):
+            rows = decode_sm90.row_bucket(kind.config.head_size, tokens * (q_heads // kv_heads))
+            box = decode_sm90.box_tokens_for_page(page)
+            asked.add(decode_sm90.make_config(kind.config.head_size, rows, "bf16", box))
+    found = plan(name, tp_sizes=[tp_size], page_sizes=page_sizes)
+    assert {planned.unit.config for planned in decode_units(found)} == asked
+    assert all(planned.reasons for planned in found.units)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tp_size", TP_SIZES)
+def test_storing_and_routed_calls_ask_for_the_plan_and_nothing_else(name, tp_size):
+    """All kernels, as calls reach them on an H200; the GPU tests make such calls."""
+    model, asked = read_model(CONFIGS / f"{name}.json"), set()
+    for kind in layer_kinds(model, "fp8", "sm_90a", text_only=True):
+        q_heads = kind.config.num_q_heads // tp_size
+        kv_heads = max(1, kind.config.num_kv_heads // tp_size)
+        for tokens, batch in itertools.product((*range(1, 66), 500, MAX_TOKENS), (1, 3, 64)):
+            asked |= units_of_a_step(kind.config.head_size, q_heads, kv_heads, tokens, batch)
+    assert set(plan(name, tp_sizes=[tp_size]).compile_units) == asked
+
+
+def units_of_a_step(head_size: int, q_heads: int, kv_heads: int, tokens: int, batch: int):
+    """What `batch` sequences with `tokens` query tokens, and one with a single one, ask for."""
+    total, group = batch * tokens + 1, q_heads // kv_heads
+    bounds = Bounds(batch + 1, total, tokens, group, kv_heads, head_size, deterministic=False)
+    chosen = route(bounds, sm_count=132)
+    configs: list[tuple[str, object]] = [
+        (store.kernel_name("sm_90a"), store.make_config("fp8", "bf16", "sm_90a"))
+    ]
+    if total > store.SCANNED_TOKENS:
+        configs.append(("store_claim", store.ClaimConfig()))
+    if chosen.prefill:
+        configs.append(("prefill_sm90", prefill_sm90.make_config(head_size, "bf16", 64)))
+    if chosen.decode:
+        rows = decode_sm90.row_bucket(head_size, min(tokens * group, chosen.rows))
+        configs.append(("decode_sm90", decode_sm90.make_config(head_size, rows, "bf16", 64)))
+    return {CompileUnit(kernel, config, "sm_90a") for kernel, config in configs}
+
+
+def test_sizes_are_planned_together_and_reasons_say_for_which():
+    found = plan("qwen3-235b-a22b", tp_sizes=TP_SIZES)
+    reasons = decode(found)
+    assert reasons[128, 8] == "full_attention (94 layers) on sm_90a, TP 8"
+    assert reasons[128, 16] == "full_attention (94 layers) on sm_90a, TP 1/2/4/8"
+    assert len(found.compile_units) == len(set(found.compile_units)) == len(found.units)
+
+
+def test_short_sequences_need_fewer_kernels():
+    assert set(decode(plan("llama-3-70b", max_query_tokens=1))) == {(128, 8)}
+    assert set(decode(plan("llama-3-70b", max_query_tokens=4))) == {(128, 8), (128, 16), (128, 32)}
+    with pytest.raises(ValueError, match="max_query_tokens: got 0"):
+        plan("llama-3-70b", max_query_tokens=0)
+
+
+def test_query_dtypes():
+    names = {planned.unit.config.q_dtype for planned in decode_units(plan("llama-3-70b"))}
+    assert names == {"bf16"}
+    found = plan("llama-3-70b", query_dtype="fp16")
+    assert {planned.unit.config.q_dtype for planned in decode_units(found)} == {"fp16"}
+
+
+def test_images_are_not_forgotten():
+    found = plan("gemma-4-31b", text_only=False)
+    assert found.units == ()
+    assert len(found.unserved) == 2 and all("bidirectional" in line for line in found.unserved)
+
+
+def test_architectures_without_kernels_are_named_and_stop_nothing():
+    found = plan("llama-3-70b", architectures=["sm_90a", "sm_100a"])
+    assert {planned.unit.target for planned in decode_units(found)} == {"sm_90a"}
+    (line,) = found.unserved
+    assert line.startswith("full_attention (80 layers) on sm_100a, TP 1: ")
+
+
+def test_the_indexer_and_unknown_layers_of_deepseek_v4_are_named():
+    found = plan("deepseek-v4-defaults", tp_sizes=(1, 8))
+    assert not decode_units(found)
+    for kind in ("compressed_sparse_attention (20", "heavily_compressed_attention (23"):
+        (line,) = [line for line in found.unserved if line.startswith(kind)]
+        assert "on sm_90a, TP 1/8: layers of type" in line
+    # Until an indexer kernel is compiled, the plan says that it lacks one.
+    indexer = [planned for planned in found.units if "indexer" in " ".join(planned.reasons)]
+    named = [line for line in found.unserved if line.startswith("indexer (64 heads of 128) on sm")]
+    assert bool(indexer) != bool(named)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "message"),
+    ((0, "tp_sizes: got 0"), (3, "3 devices cannot share 64 query and 8 KV heads")),
+)
+def test_sizes_that_cannot_be(tp_size, message):
+    with pytest.raises(ValueError, match=message):
+        plan("llama-3-70b", tp_sizes=[tp_size])
