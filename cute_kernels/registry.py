@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.attention.decode_sm90 import config as decode_sm90
+from cute_kernels.formats import KV_CACHE_DTYPES
+from cute_kernels.store import config as store
 
 
 @dataclass(frozen=True)
@@ -157,3 +159,62 @@ def _code(names: tuple[str, ...]) -> str:
 
 def _listed(values: tuple[object, ...] | list[object]) -> str:
     return ", ".join(map(str, values))
+
+
+@dataclass(frozen=True)
+class StoreContract:
+    """What ``reshape_and_cache`` can be asked for on CUDA. Its ``op.can_run`` decides about a call.
+
+    architectures: compile targets. kv_cache_dtypes: dtypes as users name them.
+    x_dtypes: of the new keys and values. head_multiple: what divides every head size.
+    head_sizes: the smallest and the largest that are tested. kv_layouts: as in `KernelContract`;
+    nvfp4 has no interleaved one. v_scale_layouts: (dtype, layouts) of block-scaled dtypes.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    kv_cache_dtypes: tuple[str, ...]
+    x_dtypes: tuple[str, ...]
+    head_multiple: int
+    head_sizes: tuple[int, int]
+    kv_layouts: tuple[str, ...]
+    v_scale_layouts: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def store_contract() -> StoreContract:
+    """The contract of the store kernels."""
+    return StoreContract(
+        name="store",
+        architectures=store.TARGETS,
+        kv_cache_dtypes=store.KV_CACHE_DTYPE_NAMES,
+        x_dtypes=store.X_DTYPES,
+        head_multiple=store.GROUP,
+        head_sizes=(store.HEAD_SIZES[0], store.HEAD_SIZES[-1]),
+        kv_layouts=("NHD", "HND", "interleaved"),
+        v_scale_layouts=tuple(
+            (name, tuple(layout.value for layout in layouts))
+            for name in store.KV_CACHE_DTYPE_NAMES
+            if (layouts := KV_CACHE_DTYPES[name].format.scale_layouts)
+        ),
+    )
+
+
+def store_table_markdown() -> str:
+    """The README's table of the store kernels."""
+    contract = store_contract()
+    layouts = dict.fromkeys(layouts for _, layouts in contract.v_scale_layouts)
+    rows = {
+        "kernel": f"`{contract.name}`",
+        "compiled for": _code(contract.architectures),
+        "KV cache dtypes": _code(contract.kv_cache_dtypes),
+        "new keys and values": _code(contract.x_dtypes),
+        "head size": (
+            f"multiples of {contract.head_multiple} (tested: {contract.head_sizes[0]} to "
+            f"{contract.head_sizes[1]})"
+        ),
+        "page size, tokens": "any; multiples of 4 for V scales in `sm100` order",
+        "page layout": f"{_listed(contract.kv_layouts)} (nvfp4: the first two), by strides",
+        "order of nvfp4 V scales": "; ".join(_code(names) for names in layouts),
+    }
+    lines = [f"| {title} | {cell} |" for title, cell in rows.items()]
+    return "\n".join([lines[0], "|---|---|", *lines[1:]])

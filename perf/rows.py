@@ -156,10 +156,15 @@ def make_row(
     workload: Mapping[str, Any],
     machine: Machine,
     ceiling: float,
+    moved_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """A result row; unmeasured figures are None. `ceiling` is the read ceiling in TB/s."""
+    """A result row; unmeasured figures are None. `ceiling` is the read ceiling in TB/s.
+
+    `moved_bytes` are those that rates count; None for the K and V that an attention call reads.
+    """
     timing, single = measurement.rotating, measurement.single
-    rate = None if timing is None else traffic(case).kv / timing.median_us / 1e6
+    moved = traffic(case).kv if moved_bytes is None else moved_bytes
+    rate = None if timing is None else moved / timing.median_us / 1e6
     row = {
         "provider": provider,
         "case": case.name,

@@ -84,6 +84,40 @@ def reshape_and_cache(
         ValueError: an argument not as above, or a float scale that, as float32, is not finite and
             within [2^-100, 2^100]. Scales in tensors are not checked: the formula decides.
     """
+    storage = check_store(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale,
+        v_scale_layout,
+    )  # fmt: skip
+    rows, slots = _rows_to_write(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
+    sides = (("k", key, key_cache, k_scale), ("v", value, value_cache, v_scale))
+    for side, x, cache, scale in sides:
+        scale = _head_scale(scale, f"{side}_scale", x, x.device)
+        layout = v_scale_layout if side == "v" else "linear"
+        if storage == "nvfp4":
+            parts = quantize_nvfp4(x[rows], scale, kv_cache_dtype, side=side)
+            _write_nvfp4(cache, slots, *parts, layout)
+        else:
+            codes = e4m3.encode(x[rows].float() * reciprocal(scale).unsqueeze(-1))
+            page, token = _page_and_token(slots, cache.shape[1])
+            cache.view(torch.uint8)[page, token] = codes
+
+
+def check_store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    v_scale_layout: str = "linear",
+) -> str:
+    """Check the arguments of `reshape_and_cache` without reading a tensor; the storage format.
+
+    Raises:
+        ValueError: as there.
+    """
     storage = _STORAGE[known("kv_cache_dtype", kv_cache_dtype, _STORAGE)]
     known("v_scale_layout", v_scale_layout, _SCALE_LAYOUTS)
     if storage != "nvfp4" and v_scale_layout != "linear":
@@ -93,7 +127,6 @@ def reshape_and_cache(
         shapes = f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         raise ValueError(f"key_cache and value_cache: got {shapes}; accepted: one shape")
     sides = (("k", key, key_cache, k_scale), ("v", value, value_cache, v_scale))
-    scales = {}
     for side, x, cache, scale in sides:
         name = "key_cache" if side == "k" else "value_cache"
         _check_cache(cache, name, storage)
@@ -102,20 +135,10 @@ def reshape_and_cache(
                 f"{name}: got {tuple(cache.shape)}; {storage} accepts (num_blocks, block_size, "
                 f"{x.shape[1]}, {_row_bytes(storage, x.shape[2])}) for {tuple(x.shape)}"
             )
-        scales[side] = _head_scale(scale, f"{side}_scale", x)
+        _head_scale(scale, f"{side}_scale", x, torch.device("cpu"))
     if v_scale_layout == "sm100":
         _check_swizzle("v_scale_layout", key_cache.shape[1], key.shape[2] // NVFP4_GROUP)
-
-    rows, slots = _rows_to_write(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
-    for side, x, cache, _ in sides:
-        layout = v_scale_layout if side == "v" else "linear"
-        if storage == "nvfp4":
-            parts = quantize_nvfp4(x[rows], scales[side], kv_cache_dtype, side=side)
-            _write_nvfp4(cache, slots, *parts, layout)
-        else:
-            codes = e4m3.encode(x[rows].float() * reciprocal(scales[side]).unsqueeze(-1))
-            page, token = _page_and_token(slots, cache.shape[1])
-            cache.view(torch.uint8)[page, token] = codes
+    return storage
 
 
 def split_nvfp4(side: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,17 +158,7 @@ def split_nvfp4(side: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     _check_cache(side, "side", "nvfp4")
     blocks, tokens, heads, row = side.shape
-    # The stride of a dim of size 1 says nothing, and torch does not keep it.
-    seen = tuple(s for n, s in zip(side.shape[1:3], side.stride()[1:3], strict=True) if n > 1)
-    for order in ((heads, 1), (1, tokens)):
-        dense = (order[0] * row, order[1] * row)
-        if seen == tuple(s for n, s in zip((tokens, heads), dense, strict=True) if n > 1):
-            break
-    else:
-        raise ValueError(
-            f"side: got strides {side.stride()} of shape {tuple(side.shape)}; accepted within a "
-            f"block: dense NHD or HND"
-        )
+    order = block_order(side)
     views = []
     offset = side.storage_offset()
     for part in (row // _NVFP4_BYTES * (_NVFP4_BYTES - 1), row // _NVFP4_BYTES):
@@ -153,6 +166,28 @@ def split_nvfp4(side: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         views.append(side.as_strided((blocks, tokens, heads, part), stride, offset))
         offset += tokens * heads * part
     return views[0], views[1].view(torch.float8_e4m3fn)
+
+
+def block_order(side: torch.Tensor) -> tuple[int, int]:
+    """Rows between tokens, and between heads, of a dense block: NHD (Hkv, 1) or HND (1, tokens).
+
+    Args:
+        side: (num_blocks, tokens, Hkv, row).
+
+    Raises:
+        ValueError: blocks that are neither.
+    """
+    _, tokens, heads, row = side.shape
+    _, token, head, _ = side.stride()
+    for order in ((heads, 1), (1, tokens)):
+        # The stride of a dim of size 1 says nothing, and torch does not keep it.
+        if tokens in (1, 0) or token == order[0] * row:
+            if heads in (1, 0) or head == order[1] * row:
+                return order
+    raise ValueError(
+        f"side: got strides {side.stride()} of shape {tuple(side.shape)}; accepted within a block: "
+        "dense NHD or HND"
+    )
 
 
 def gather_kv(
@@ -198,12 +233,12 @@ def gather_kv(
         # Heads last, so that the two index tensors are adjacent: the result is (n, groups, Hkv).
         by_group = block_scale.view(torch.uint8).transpose(2, 3)[page.unsqueeze(1), t, s]
         rows = data[page, token]
-        scale = _head_scale(scale, "scale", rows)
+        scale = _head_scale(scale, "scale", rows, rows.device)
         values = dequantize_nvfp4(rows, by_group.transpose(1, 2), scale, dtype)
     else:
         rows = cache.view(torch.uint8)[page, token]
         exact = torch.float64 if dtype is torch.float64 else torch.float32
-        scale = _head_scale(scale, "scale", rows)
+        scale = _head_scale(scale, "scale", rows, rows.device)
         values = (e4m3.decode(rows).to(exact) * scale.unsqueeze(-1)).to(dtype)
     out = values.new_zeros((slots.shape[0], *values.shape[1:]))
     out[live] = values
@@ -271,9 +306,11 @@ def _row_bytes(storage: str, head_size: int) -> int:
     return head_size // NVFP4_GROUP * _NVFP4_BYTES
 
 
-def _head_scale(scale: float | torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
-    """A scale () or (Hkv,) for rows (n, Hkv, ...)."""
-    scale = as_scale(scale, name, x.device)
+def _head_scale(
+    scale: float | torch.Tensor, name: str, x: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """A scale () or (Hkv,) for rows (n, Hkv, ...); a float becomes a tensor on `device`."""
+    scale = as_scale(scale, name, device)
     if scale.shape not in ((), (x.shape[1],)):
         shape = tuple(scale.shape)
         raise ValueError(f"{name}: got shape {shape}; accepted: (), (1,), ({x.shape[1]},)")

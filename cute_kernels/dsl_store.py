@@ -1,0 +1,217 @@
+"""Inline PTX of the store kernels: exact arithmetic, narrow formats, and plain memory accesses.
+
+A continuation of ``dsl.py``, which has the facts about the DSL.
+"""
+
+from __future__ import annotations
+
+from cutlass import Float32, Int32, Int64
+from cutlass.cutlass_dsl import dsl_user_op
+
+from cute_kernels.dsl import _asm
+
+# ---- exact float32 arithmetic --------------------------------------------------------------
+# With an explicit `.rn` and without `.ftz` the assembler neither contracts nor flushes: what the
+# store kernels need to agree with their torch definitions on every bit.
+
+
+@dsl_user_op
+def mul_rn(x: Float32, y: Float32, *, loc=None, ip=None):
+    return _asm([Float32], [x, y], "mul.rn.f32 $0, $1, $2;", "=f,f,f", False, loc, ip)
+
+
+@dsl_user_op
+def add_rn(x: Float32, y: Float32, *, loc=None, ip=None):
+    return _asm([Float32], [x, y], "add.rn.f32 $0, $1, $2;", "=f,f,f", False, loc, ip)
+
+
+@dsl_user_op
+def sub_abs_rn(x: Float32, y: Float32, *, loc=None, ip=None):
+    """x - |y|."""
+    ptx = "{ .reg .f32 a; abs.f32 a, $2; sub.rn.f32 $0, $1, a; }"
+    return _asm([Float32], [x, y], ptx, "=f,f,f", False, loc, ip)
+
+
+@dsl_user_op
+def rcp_rn(x: Float32, *, loc=None, ip=None):
+    """1 / x by IEEE division."""
+    return _asm([Float32], [x], "rcp.rn.f32 $0, $1;", "=f,f", False, loc, ip)
+
+
+@dsl_user_op
+def divide_by_magic(n: Int32, magic: Int32, shift: Int32, *, loc=None, ip=None):
+    """(2 n * magic) >> (32 + shift) of unsigned integers."""
+    ptx = "{ .reg .b32 t; add.u32 t, $1, $1; mul.hi.u32 t, t, $2; shr.u32 $0, t, $3; }"
+    return _asm([Int32], [n, magic, shift], ptx, "=r,r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def min_s32(x: Int32, y: Int32, *, loc=None, ip=None):
+    return _asm([Int32], [x, y], "min.s32 $0, $1, $2;", "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def is_finite(x: Float32, *, loc=None, ip=None):
+    ptx = "{ .reg .pred p; testp.finite.f32 p, $1; selp.b32 $0, 1, 0, p; }"
+    return _asm([Int32], [x], ptx, "=r,f", False, loc, ip)
+
+
+# ---- narrow formats ------------------------------------------------------------------------
+
+
+@dsl_user_op
+def bf16x2_to_f32(word: Int32, *, loc=None, ip=None):
+    ptx = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return _asm([Float32] * 2, [word], ptx, "=&f,=f,r", False, loc, ip)
+
+
+@dsl_user_op
+def f16x2_to_f32(word: Int32, *, loc=None, ip=None):
+    ptx = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
+    return _asm([Float32] * 2, [word], ptx, "=f,=f,r", False, loc, ip)
+
+
+@dsl_user_op
+def largest_abs_bf16x2(running: Int32, word: Int32, *, loc=None, ip=None):
+    """Lane-wise max(running, |word|) of bf16 pairs, NaN ignored, infinities not."""
+    ptx = "{ .reg .b32 a; and.b32 a, $2, 0x7fff7fff; max.bf16x2 $0, $1, a; }"
+    return _asm([Int32], [running, word], ptx, "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def largest_abs_f16x2(running: Int32, word: Int32, *, loc=None, ip=None):
+    """Lane-wise max(running, |word|) of f16 pairs, NaN ignored, infinities not."""
+    ptx = "{ .reg .b32 a; and.b32 a, $2, 0x7fff7fff; max.f16x2 $0, $1, a; }"
+    return _asm([Int32], [running, word], ptx, "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def f32x4_to_e4m3x4(x: Float32, y: Float32, z: Float32, w: Float32, *, loc=None, ip=None):
+    """Four float32 to e4m3 bytes, x lowest: to nearest even, saturating, NaN to 0x7F."""
+    ptx = (
+        "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;"
+        " cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }"
+    )
+    return _asm([Int32], [x, y, z, w], ptx, "=r,f,f,f,f", False, loc, ip)
+
+
+@dsl_user_op
+def f32_to_e4m3(x: Float32, *, loc=None, ip=None):
+    """The e4m3 code of x, 0..255, rounded as in ``f32x4_to_e4m3x4``."""
+    ptx = (
+        "{ .reg .b16 l; .reg .f32 z; mov.f32 z, 0f00000000;"
+        " cvt.rn.satfinite.e4m3x2.f32 l, z, $1; cvt.u32.u16 $0, l; }"
+    )
+    return _asm([Int32], [x], ptx, "=r,f", False, loc, ip)
+
+
+@dsl_user_op
+def e4m3_to_f32(code: Int32, *, loc=None, ip=None):
+    """The value of an e4m3 code in the low byte: exact; NaN stays NaN."""
+    ptx = (
+        "{ .reg .b16 c, l, h; .reg .b32 p; cvt.u16.u32 c, $1;"
+        " cvt.rn.f16x2.e4m3x2 p, c; mov.b32 {l, h}, p; cvt.f32.f16 $0, l; }"
+    )
+    return _asm([Float32], [code], ptx, "=f,r", False, loc, ip)
+
+
+# Adding and subtracting M = 2^22 (1 + 3/4 e), e being the power of two below |q| (0 for a
+# subnormal), rounds |q| to the nearest even multiple of an ulp of M, which is the distance of
+# E2M1's neighbours there: 0.5 below 2 (M in [2^22, 2^23)), 1 below 4 (M = 2.5 * 2^22), 2 from 4 on
+# (M = 4 * 2^22). M is an even multiple of that distance, so ties keep their parity. Beyond 8 the
+# result is at least 8, or NaN where M overflows, and `min`, which drops NaN, makes 6 of it.
+_E2M1_ROUND = (
+    " mov.b32 e, {q}; and.b32 e, e, 0x7f800000; mov.b32 m, e; abs.f32 a, {q};"
+    " fma.rn.f32 m, m, 0f4A400000, 0f4A800000; add.rn.f32 a, a, m; sub.rn.f32 a, a, m;"
+    " min.f32 {v}, a, 0f40C00000;"
+)
+
+
+@dsl_user_op
+def round_abs_to_e2m1(q: Float32, *, loc=None, ip=None):
+    """|q| rounded to E2M1's magnitudes, as a float32: to nearest even, saturating, NaN to 6."""
+    body = _E2M1_ROUND.format(q="$1", v="$0")
+    ptx = f"{{ .reg .b32 e; .reg .f32 m, a;{body} }}"
+    return _asm([Float32], [q], ptx, "=f,f", False, loc, ip)
+
+
+def _pack_e2m1x8_ptx() -> str:
+    """Eight floats $1..$8 to E2M1 codes in $0, the first one lowest.
+
+    A magnitude times 2^-6 is an e4m3 number whose byte is the E2M1 code times 4: the hardware
+    packs them. The conversion of q itself gives the sign, of -0.0 and of numbers that round to 0
+    too, and + for NaN. Bytes of ``ea`` and ``sa`` belong to the even elements, ``eb`` and ``sb``
+    to the odd ones.
+    """
+    lines = [".reg .b32 e, ea, eb, sa, sb; .reg .f32 m, a, v<8>; .reg .b16 l, h;"]
+    for i in range(8):
+        lines.append(_E2M1_ROUND.format(q=f"${i + 1}", v=f"v{i}").strip())
+        lines.append(f"mul.rn.f32 v{i}, v{i}, 0f3C800000;")
+    for word, names in (
+        ("ea", [f"v{i}" for i in (0, 2, 4, 6)]),
+        ("eb", [f"v{i}" for i in (1, 3, 5, 7)]),
+        ("sa", [f"${i}" for i in (1, 3, 5, 7)]),
+        ("sb", [f"${i}" for i in (2, 4, 6, 8)]),
+    ):
+        lines.append(f"cvt.rn.satfinite.e4m3x2.f32 l, {names[1]}, {names[0]};")
+        lines.append(f"cvt.rn.satfinite.e4m3x2.f32 h, {names[3]}, {names[2]};")
+        lines.append(f"mov.b32 {word}, {{l, h}};")
+    lines.append("shr.u32 ea, ea, 2; shl.b32 eb, eb, 2; or.b32 ea, ea, eb;")
+    lines.append("shr.u32 sa, sa, 4; and.b32 sa, sa, 0x08080808; and.b32 sb, sb, 0x80808080;")
+    lines.append("or.b32 ea, ea, sa; or.b32 $0, ea, sb;")
+    return f"{{ {' '.join(lines)} }}"
+
+
+@dsl_user_op
+def pack_e2m1x8(
+    q0: Float32, q1: Float32, q2: Float32, q3: Float32,
+    q4: Float32, q5: Float32, q6: Float32, q7: Float32, *, loc=None, ip=None,
+):  # fmt: skip
+    """Eight floats to E2M1 codes, q0 in the lowest nibble, without the instruction for it."""
+    constraints = "=r" + ",f" * 8
+    q = [q0, q1, q2, q3, q4, q5, q6, q7]
+    return _asm([Int32], q, _pack_e2m1x8_ptx(), constraints, False, loc, ip)
+
+
+@dsl_user_op
+def pack_e2m1x8_sm100(
+    q0: Float32, q1: Float32, q2: Float32, q3: Float32,
+    q4: Float32, q5: Float32, q6: Float32, q7: Float32, *, loc=None, ip=None,
+):  # fmt: skip
+    """As ``pack_e2m1x8`` by cvt.e2m1x2, which sm_100a, sm_103a and sm_120a have and sm_90a does
+    not. Its first operand becomes the high nibble. One instruction a line: a test replaces it."""
+    lines = [f"cvt.rn.satfinite.e2m1x2.f32 b{i}, ${2 * i + 2}, ${2 * i + 1};" for i in range(4)]
+    body = "\n".join([".reg .b8 b<4>;", *lines, "mov.b32 $0, {b0, b1, b2, b3};"])
+    q = [q0, q1, q2, q3, q4, q5, q6, q7]
+    return _asm([Int32], q, f"{{\n{body}\n}}", "=r" + ",f" * 8, False, loc, ip)
+
+
+# ---- global memory, of kernels that are launched before their predecessor has ended ---------
+# Volatile, in contrast to `ld_global_nc_b32x4`: they must not move above griddepcontrol.wait.
+
+
+@dsl_user_op
+def ld_global_b32x4(address: Int64, *, loc=None, ip=None):
+    ptx = "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];"
+    return _asm([Int32] * 4, [address], ptx, "=r,=r,=r,=r,l", True, loc, ip)
+
+
+@dsl_user_op
+def ld_global_b64(address: Int64, *, loc=None, ip=None):
+    return _asm([Int64], [address], "ld.global.b64 $0, [$1];", "=l,l", True, loc, ip)
+
+
+@dsl_user_op
+def ld_global_b32(address: Int64, *, loc=None, ip=None):
+    return _asm([Int32], [address], "ld.global.b32 $0, [$1];", "=r,l", True, loc, ip)
+
+
+@dsl_user_op
+def st_global_b8(address: Int64, x: Int32, *, loc=None, ip=None):
+    _asm([], [address, x], "st.global.b8 [$0], $1;", "l,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def st_global_b32x4(address: Int64, x: Int32, y: Int32, z: Int32, w: Int32, *, loc=None, ip=None):
+    ptx = "st.global.v4.b32 [$0], {$1,$2,$3,$4};"
+    _asm([], [address, x, y, z, w], ptx, "l,r,r,r,r,~{memory}", True, loc, ip)

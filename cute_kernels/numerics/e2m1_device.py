@@ -1,0 +1,18 @@
+"""E2M1 on the device, bit for bit as ``e2m1.encode``; imports the DSL.
+
+Two ways to the same codes: the conversion instruction of SM100 and later, and for SM90 a rounding
+by float32 additions. A GPU test holds both against the definition, the second one for every float.
+"""
+
+from __future__ import annotations
+
+from cute_kernels import dsl_store
+
+# |x| rounded to a magnitude of E2M1, as a float32.
+round_abs = dsl_store.round_abs_to_e2m1
+
+
+def pack_x8(x, instruction: bool):
+    """Eight float32 (a Python sequence) to one word of codes, the first in the lowest nibble."""
+    pack = dsl_store.pack_e2m1x8_sm100 if instruction else dsl_store.pack_e2m1x8
+    return pack(*x)

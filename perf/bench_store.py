@@ -1,0 +1,269 @@
+"""Stores of new keys and values: ours, the Triton baseline, and a copy of as many bytes.
+
+    python -m perf.bench_store --json results.json
+
+Sizes of decode batches (1 to 256 tokens) and of prefills (1k to 64k tokens). Each provider's
+bytes are compared with the torch reference first. Times are medians of interleaved rounds of
+CUDA-graph replays (perf/README.md) that rotate over input and cache sets of more than 400 MB in all
+where 32 sets suffice. The copy moves the bytes that the store must read and write, half in each
+direction: its rate is the ceiling of a case (`read_ceiling_tb_per_s` in the rows).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from perf.inputs import MAX_SETS, ROTATED_BYTES
+from perf.providers import NOT_INSTALLED
+from perf.rows import (
+    OK,
+    Machine,
+    Measurement,
+    describe_machine,
+    make_row,
+    make_workload,
+    write_rows,
+)
+from perf.timing import Contender, Timing, calls_per_graph, time_host, time_rotating, time_single
+
+TOKENS = (1, 8, 64, 256, 1024, 4096, 16384, 65536)
+DTYPES = ("fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
+CACHE_BYTES = {"fp8": 1.0}  # of an element; nvfp4 has 9 bytes for 16
+OURS, BASELINE, COPY = "cute_kernels", "triton_baseline", "torch_copy"
+# Bytes of the baseline that may differ: it sums errors in another order.
+BASELINE_MISMATCHES = 1e-3
+
+
+@dataclass(frozen=True)
+class StoreCase:
+    """One call of `reshape_and_cache`; slots of decode batches are scattered, of others pages."""
+
+    tokens: int
+    kv_cache_dtype: str
+    num_kv_heads: int = 8
+    head_size: int = 128
+    page_size: int = 64
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kv_cache_dtype} T{self.tokens} {self.num_kv_heads}x{self.head_size}"
+
+    @property
+    def elements(self) -> int:
+        return 2 * self.tokens * self.num_kv_heads * self.head_size
+
+    @property
+    def moved_bytes(self) -> int:
+        """Elements read once, codes and scales written once, and the slots."""
+        written = CACHE_BYTES.get(self.kv_cache_dtype, 9 / 16)
+        return int(self.elements * (2 + written)) + 8 * self.tokens
+
+    def workload(self) -> dict[str, Any]:
+        """What makes two measurements comparable; fields of attention calls are None."""
+        return {
+            "op": "store",
+            "batch": self.tokens,
+            "kv_len": None,
+            "q_len": None,
+            "num_q_heads": None,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "page_size": self.page_size,
+            "window": None,
+            "x_dtype": "bfloat16",
+            "slots": "scattered" if self.tokens <= 256 else "whole pages in random order",
+            "scales": "one tensor a side",
+            "seed": self.seed,
+        }
+
+
+def select_cases(patterns: tuple[str, ...]) -> list[StoreCase]:
+    """Cases whose name contains one of the patterns; all of them without any.
+
+    Raises:
+        ValueError: a pattern that no case matches.
+    """
+    cases = [StoreCase(tokens, dtype) for tokens in TOKENS for dtype in DTYPES]
+    cases += [StoreCase(16384, dtype, 4, 512) for dtype in DTYPES]
+    for pattern in patterns:
+        if not any(pattern in case.name for case in cases):
+            raise ValueError(f"no case matches {pattern!r}; known: {[c.name for c in cases]}")
+    return [c for c in cases if not patterns or any(pattern in c.name for pattern in patterns)]
+
+
+def make_arguments(case: StoreCase, generator: torch.Generator) -> tuple:
+    """Arguments of one call: K and V as slices of one projection, a cache of its own."""
+    device, pages = generator.device, -(-max(case.tokens, 512) // case.page_size)
+    shape = (case.tokens, 2, case.num_kv_heads, case.head_size)
+    x = torch.randn(shape, generator=generator, device=device).bfloat16()
+    page = (case.page_size, case.num_kv_heads)
+    if case.kv_cache_dtype == "fp8":
+        cache = torch.zeros((2, pages, *page, case.head_size), dtype=torch.uint8, device=device)
+        sides = (cache[0], cache[1])
+    else:
+        row = case.head_size * 9 // 16
+        cache = torch.zeros((pages, 2, *page, row), dtype=torch.uint8, device=device)
+        sides = (cache[:, 0], cache[:, 1])
+    order = torch.randperm(pages, generator=generator, device=device)
+    slots = (
+        order[:, None] * case.page_size + torch.arange(case.page_size, device=device)
+    ).flatten()
+    if case.tokens <= 256:
+        slots = slots[torch.randperm(len(slots), generator=generator, device=device)]
+    # What brings the largest of millions of normal elements near the end of the format's range.
+    unit = 0.012 if case.kv_cache_dtype == "fp8" else 0.002
+    scales = (torch.full((1,), s * unit, device=device) for s in (1.05, 0.95))
+    return (x[:, 0], x[:, 1], *sides, slots[: case.tokens].clone(), case.kv_cache_dtype, *scales)
+
+
+def bind(provider: str, arguments: tuple) -> Callable[[], object]:
+    if provider == OURS:
+        from cute_kernels import reshape_and_cache
+    else:
+        from perf.baselines.triton_store import reshape_and_cache
+    return partial(reshape_and_cache, *arguments)
+
+
+def why_not(provider: str, case: StoreCase) -> str | None:
+    if provider == OURS:
+        return None
+    if find_spec("triton") is None:
+        return NOT_INSTALLED
+    from perf.baselines.triton_store import DTYPES as implemented
+
+    return None if case.kv_cache_dtype in implemented else "not implemented here"
+
+
+def check(provider: str, case: StoreCase) -> Measurement:
+    """Store once by the provider and once by the reference, and compare all bytes of the caches."""
+    reason = why_not(provider, case)
+    if reason is not None:
+        return Measurement(reason)
+    from cute_kernels.reference.store import reshape_and_cache as reference
+
+    try:
+        generators = [torch.Generator("cuda").manual_seed(case.seed + 1_000_003) for _ in "ab"]
+        found, expected = (make_arguments(case, generator) for generator in generators)
+        bind(provider, found)()
+        reference(*expected)
+        pairs = zip(found[2:4], expected[2:4], strict=True)
+        wrong = sum(int((a != b).sum()) for a, b in pairs)
+    except Exception as error:  # whatever a provider throws, the others still get their turn
+        return Measurement(f"failed: {type(error).__name__}: {error}".splitlines()[0])
+    share = wrong / (2 * found[2].numel())
+    allowed = 0.0 if provider == OURS else BASELINE_MISMATCHES
+    status = OK if share <= allowed else f"wrong: {wrong} bytes differ from the reference"
+    return Measurement(status, share)
+
+
+def copies(case: StoreCase, sets: int) -> tuple[Callable[[], object], ...]:
+    """Copies that read and write `moved_bytes` in all, one for each set."""
+    size = max(16, case.moved_bytes // 2)
+    sources = [torch.empty(size, dtype=torch.uint8, device="cuda").random_() for _ in range(sets)]
+    return tuple(partial(torch.empty_like(x).copy_, x) for x in sources)
+
+
+def measure(
+    case: StoreCase, rounds: int
+) -> tuple[dict[str, Measurement], dict[str, object], Timing]:
+    """Check, then time, all providers; with the timing part of the workload, and the copy."""
+    results = {provider: check(provider, case) for provider in (OURS, BASELINE)}
+    sets = min(MAX_SETS, -(-ROTATED_BYTES // case.moved_bytes))
+    generator = torch.Generator("cuda").manual_seed(case.seed)
+    arguments = [make_arguments(case, generator) for _ in range(sets)]
+    right = [name for name, result in results.items() if result.status == OK]
+    contenders = [Contender(p, tuple(bind(p, one) for one in arguments)) for p in right]
+    contenders.append(Contender(COPY, copies(case, sets)))
+    rotating, single = time_rotating(contenders, rounds), time_single(contenders, rounds)
+    host = time_host(contenders)
+    for i, name in enumerate(right):
+        results[name] = Measurement(OK, results[name].rel_error, rotating[i], single[i], host[i])
+    method = {
+        "timing": "cuda graph, median",
+        "input_sets": sets,
+        "calls_per_graph": calls_per_graph(sets),
+        "rotated_bytes": ROTATED_BYTES,
+        "rounds": rounds,
+    }
+    return results, method, rotating[-1]
+
+
+def run(cases: list[StoreCase], machine: Machine, rounds: int) -> list[dict[str, Any]]:
+    """Rows of all cases and providers."""
+    rows = []
+    for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
+        results, method, copy = measure(case, rounds)
+        workload = make_workload(case, machine, method)
+        ceiling = case.moved_bytes / copy.median_us / 1e6
+        for name, result in results.items():
+            moved = case.moved_bytes
+            rows.append(make_row(name, case, result, workload, machine, ceiling, moved))
+    return rows
+
+
+def print_report(rows: list[dict[str, Any]]) -> None:
+    """A line a case: our time, its share of the copy's rate, the baseline's time."""
+    table = Table(box=None, padding=(0, 1))
+    for title in ("case", "us", "min..max", "TB/s", "of copy", "1/graph", "host us", "Triton us"):
+        table.add_column(title, justify="left" if title == "case" else "right", no_wrap=True)
+    by_case: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["provider"]] = row
+    for case, of in by_case.items():
+        ours, theirs = of[OURS], of[BASELINE]
+        triton = theirs["status"] if theirs["median_us"] is None else f"{theirs['median_us']:.2f}"
+        if ours["median_us"] is None:
+            table.add_row(case, ours["status"][:60], *[""] * 5, triton[:20])
+            continue
+        table.add_row(
+            case,
+            f"{ours['median_us']:.2f}",
+            f"{ours['min_us']:.2f}..{ours['max_us']:.2f}",
+            f"{ours['tb_per_s']:.2f}",
+            f"{ours['pct_of_ceiling']:.0f}%",
+            f"{ours['single_call_us']:.1f}",
+            f"{ours['host_us']:.0f}",
+            triton[:20],
+        )
+    Console(width=118).print(table)
+    first = rows[0]
+    click.echo(f"{first['gpu']}, driver {first['driver']}, {first['date']}")
+
+
+@click.command(help="Time stores of new keys and values into an fp8 or nvfp4 cache.")
+@click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
+@click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
+@click.option("--commit", help="what to record where there is no git repository")
+def main(cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str | None) -> None:
+    try:
+        chosen = select_cases(cases)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if not torch.cuda.is_available():
+        raise click.ClickException("the benchmark needs a CUDA device")
+    command = shlex.join(["python", "-m", "perf.bench_store", *sys.argv[1:]])
+    rows = run(chosen, describe_machine(command, commit), rounds)
+    if json_path:
+        write_rows(json_path, rows)
+    print_report(rows)
+    if any(row["status"].startswith(("wrong", "failed")) for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

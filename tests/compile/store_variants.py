@@ -1,0 +1,57 @@
+"""Compile the store kernels for all their architectures, without a GPU, and say what came out.
+
+The DSL is loaded by the worker processes only, as in `variants.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.compile.plans import CompileUnit, all_units, compile_options
+from cute_kernels.store.config import TARGETS
+from tests.compile import cubin
+from tests.compile.variants import WORKERS, worker_pool
+
+Report = dict[str, Any]
+
+
+def store_units() -> list[CompileUnit]:
+    return [unit for unit in all_units(TARGETS) if unit.kernel.startswith("store_")]
+
+
+def unit_id(unit: CompileUnit) -> str:
+    return f"{unit.config.name}-{unit.target}"
+
+
+def compile_all(folder: Path) -> Report:
+    """{unit id: what `compile_one` returns}."""
+    with worker_pool(WORKERS) as pool:
+        futures = {
+            unit_id(unit): pool.submit(compile_one, unit, folder / str(i))
+            for i, unit in enumerate(store_units())
+        }
+        return {name: future.result() for name, future in futures.items()}
+
+
+def compile_one(unit: CompileUnit, folder: Path) -> Report:
+    """{"error"} and, where it is "", the fields of `cubin.Usage` and "opcodes"."""
+    folder.mkdir(parents=True)
+    try:
+        options = f"{compile_options(unit.target)} --keep-cubin --dump-dir={folder}"
+        _compile(unit, options)
+        (path,) = folder.glob("*.cubin")
+        ((symbol, usage),) = cubin.usages(path).items()
+        opcodes = cubin.code(path)[symbol].opcodes
+        return {"error": "", **dataclasses.asdict(usage), "opcodes": opcodes}
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def _compile(unit: CompileUnit, options: str) -> None:
+    from cute_kernels.store import build
+
+    compilers = {"store_claim": build.compile_claim}
+    compilers.get(unit.kernel, build.compile_store)(unit.config, options)
