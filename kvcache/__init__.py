@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         select_common_block_size,
         split_block_table,
     )
+    from .calibration import apply_kv_scales, load_kv_scales, save_kv_scales
     from .config import AttentionConfig, capability_of
     from .dtypes import (
         KV_CACHE_DTYPES,
@@ -65,6 +66,7 @@ __all__ = [
     "ScaleLayout",
     "ScaleSearch",
     "StaleScalesError",
+    "apply_kv_scales",
     "bytes_per_token",
     "can_run",
     "can_share_cache",
@@ -79,12 +81,14 @@ __all__ = [
     "get_supported_kernel_block_sizes_for_config",
     "is_quantized_kv_cache",
     "largest_kernel_block_within",
+    "load_kv_scales",
     "map_draft_to_target",
     "nearest_kv_cache_dtype",
     "plan_pages",
     "propagate_mtp_scales",
     "resolve_kv_cache_dtype",
     "restore_scales",
+    "save_kv_scales",
     "save_scales",
     "select_common_block_size",
     "select_kernel",
@@ -103,6 +107,7 @@ _NAMES = {
         "select_common_block_size",
         "split_block_table",
     ),
+    ".calibration": ("apply_kv_scales", "load_kv_scales", "save_kv_scales"),
     ".config": ("AttentionConfig", "capability_of"),
     ".dtypes": (
         "KV_CACHE_DTYPES",

@@ -14,6 +14,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from cute_kernels.registry import KernelContract, PageSizes
+from kvcache.checks import check_all, check_type
 from kvcache.config import AttentionConfig
 from kvcache.selection import select_kernel
 
@@ -103,6 +104,7 @@ def select_common_block_size(
         ValueError: no layers, or no size of all layers divides the manager block.
         NotImplementedError: no kernel serves one of the layers.
     """
+    configs = check_all("configs", configs, AttentionConfig, "AttentionConfigs")
     contracts = [_contract(config) for config in configs]
     if not contracts:
         raise ValueError("configs: got none; accepted: at least one layer")
@@ -142,9 +144,11 @@ def split_block_table(
 
     Raises:
         ValueError: sizes that are not positive or do not divide, another rank or dtype.
+        TypeError: a table that is no tensor.
     """
     import torch
 
+    check_type("block_table", block_table, torch.Tensor, "a tensor, int32 or int64")
     ratio = check_split(manager_block, kernel_block)
     if block_table.dim() != 2 or block_table.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -179,6 +183,7 @@ def check_split(manager_block: int, kernel_block: int) -> int:
 
 
 def _contract(config: AttentionConfig) -> KernelContract:
+    check_type("config", config, AttentionConfig, "an AttentionConfig")
     return select_kernel(replace(config, page_size=None))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cute_kernels.formats import KVCacheDType, ScaleLayout
+from kvcache.checks import check_type
 from kvcache.dtypes import bytes_per_token, query_dtype_name, resolve_kv_cache_dtype
 
 
@@ -109,7 +110,9 @@ def capability_of(name: str) -> tuple[int, int]:
 
     Raises:
         ValueError: a name of another form.
+        TypeError: no name.
     """
+    check_type("capability", name, str, "(major, minor), or like 'sm_90a'")
     match = re.fullmatch(r"sm_?(\d+)(\d)[af]?", name)
     if match is None:
         raise ValueError(f"capability: got {name!r}; accepted: (major, minor), or like 'sm_90a'")

@@ -39,10 +39,23 @@ class Writer:
     v_scale_layouts: tuple[ScaleLayout, ...] = ()
 
 
-# `kvcache.paged` writes in plain torch (a test holds this list against its formats). Serving
-# engines store these dtypes themselves, with the same bytes. There is no store kernel yet: its
-# torch reference, `cute_kernels.reference.store`, defines the bytes and does not serve.
-WRITERS = (Writer("kvcache.paged", ("bfloat16", "bf16", "float16", "fp16", "fp8", "fp8_e4m3")),)
+def _store() -> Writer:
+    contract = registry.store_contract()
+    layouts = {name for _, names in contract.v_scale_layouts for name in names}
+    return Writer(
+        "cute_kernels.reshape_and_cache",
+        contract.kv_cache_dtypes,
+        contract.architectures,
+        tuple(layout for layout in ScaleLayout if layout.value in layouts),
+    )
+
+
+WRITERS = (
+    # In plain torch; a test holds these names against its formats. Serving engines store them
+    # themselves, with the same bytes.
+    Writer("kvcache.paged", ("bfloat16", "bf16", "float16", "fp16", "fp8", "fp8_e4m3")),
+    _store(),
+)
 
 
 def readers() -> tuple[KernelContract, ...]:

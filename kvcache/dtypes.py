@@ -13,6 +13,7 @@ from cute_kernels.formats import (
     get_kv_cache_dtype,
     unknown_name,
 )
+from kvcache.checks import check_type
 
 __all__ = [
     "KV_CACHE_DTYPES",
@@ -87,6 +88,7 @@ def bytes_per_token(name: str, num_kv_heads: int, head_size: int) -> int:
             multiple of the format's group.
     """
     for what, value in (("num_kv_heads", num_kv_heads), ("head_size", head_size)):
+        check_type(what, value, int, "an int > 0")
         if value <= 0:
             raise ValueError(f"{what}: got {value}; accepted: > 0")
     return 2 * get_kv_cache_dtype(name).format.side_bytes(num_kv_heads, head_size)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvcache.blocks import MultipleOf, get_supported_kernel_block_sizes_for_config
+from kvcache.checks import check_all
 from kvcache.config import AttentionConfig
 
 
@@ -66,6 +67,7 @@ def plan_pages(groups: Sequence[LayerGroup], *, max_block_size: int = 256) -> Hy
             max_block_size.
         NotImplementedError: no kernel serves one of the groups; the message says why.
     """
+    groups = check_all("groups", groups, LayerGroup, "LayerGroups")
     if not groups:
         raise ValueError("groups: got none; accepted: at least one")
     options = [_block_sizes(group, max_block_size) for group in groups]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvcache.checks import check_type
 from kvcache.config import AttentionConfig
 
 # Facts about architectures that their files do not state.
@@ -82,6 +83,7 @@ def layer_kinds(
     Raises:
         ValueError: a missing field, or one that cannot be right; the message names it.
     """
+    check_type("model", model, Mapping, "a mapping, the parsed config.json")
     inner = model.get("text_config") or {}
     if not isinstance(inner, Mapping):
         raise ValueError(f"text_config: got a {type(inner).__name__}; accepted: an object")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcache.checks import check_all, check_type
 from kvcache.scales import (
     CACHE_SCALES,
     FORMS,
@@ -154,7 +155,7 @@ def map_draft_to_target(
             index, a draft type that no target layer with a cache has, or a target layer that should
             be read and is not in `target_names` (another pipeline stage has it).
     """
-    types = dict(_by_index(target_layer_types))
+    types = dict(_by_index("target_layer_types", target_layer_types))
     if not 0 <= num_kv_shared_layers < max(len(types), 1):
         raise ValueError(
             f"num_kv_shared_layers: got {num_kv_shared_layers}; the target has {len(types)} layers"
@@ -163,7 +164,7 @@ def map_draft_to_target(
     last_of_type = {types[index]: index for index in with_cache}
     targets = _names_by_index("target_names", target_names)
     drafts = _names_by_index("draft_names", draft_names)
-    draft_types = dict(_by_index(draft_layer_types))
+    draft_types = dict(_by_index("draft_layer_types", draft_layer_types))
     mapping = {}
     for index, name in drafts.items():
         if index not in draft_types:
@@ -190,6 +191,7 @@ def layer_index(name: str) -> int:
     Raises:
         ValueError: no number, or several and it is not clear which.
     """
+    check_type("layer name", name, str, "a module path")
     after_layers = re.findall(r"(?:^|\.)\w*layers\.(\d+)(?=\.|$)", name)
     numbers = after_layers or [part for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
@@ -197,13 +199,15 @@ def layer_index(name: str) -> int:
     return int(numbers[0])
 
 
-def _by_index(layer_types: LayerTypes) -> Iterator[tuple[int, str]]:
-    return iter(layer_types.items() if isinstance(layer_types, Mapping) else enumerate(layer_types))
+def _by_index(what: str, layer_types: LayerTypes) -> Iterator[tuple[int, str]]:
+    if isinstance(layer_types, Mapping):
+        return iter(layer_types.items())
+    return enumerate(check_all(what, layer_types, str, "names of types, or a mapping of them"))
 
 
 def _names_by_index(what: str, names: Sequence[str]) -> dict[int, str]:
     found: dict[int, str] = {}
-    for name in names:
+    for name in check_all(what, names, str, "names of layers"):
         index = layer_index(name)
         if index in found:
             raise ValueError(f"{what}: {found[index]} and {name} are both layer {index}")
@@ -216,6 +220,12 @@ def _pairs(
     target_layers: Mapping[str, Any],
     draft_to_target: Mapping[str, str],
 ) -> Iterator[tuple[tuple[str, str], tuple[Any, Any]]]:
+    for what, mapping in (
+        ("draft_layers", draft_layers),
+        ("target_layers", target_layers),
+        ("draft_to_target", draft_to_target),
+    ):
+        check_type(what, mapping, Mapping, "a mapping by layer name")
     unmapped = sorted(set(draft_layers) - set(draft_to_target))
     if unmapped:
         raise ValueError(f"draft_to_target: lacks the draft layers {', '.join(unmapped)}")

@@ -1,8 +1,10 @@
 """Pages of one layer's K and V, and the block tables that say whose they are.
 
 Plain torch, for the adapters whose framework has no paged cache of its own. A page holds
-`page_size` tokens of one sequence, (page_size, Hkv, D), and the pages of a layer are two tensors,
-K and V, of shape (num_pages, page_size, Hkv, D): what `cute_kernels.flash_attn_varlen_func` takes.
+`page_size` tokens of one sequence, and the pages of a layer are two tensors, K and V, of shape
+(num_pages, page_size, Hkv, F): F is the head size D, what `cute_kernels.flash_attn_varlen_func`
+takes, or for nvfp4 the 9 D / 16 bytes of `cute_kernels.reshape_and_cache`. No attention kernel here
+reads nvfp4 yet: such pages are dequantized to 16 bits for each attention call.
 """
 
 from __future__ import annotations
@@ -12,43 +14,79 @@ from typing import NamedTuple
 
 import torch
 
+import cute_kernels
+
 FP8_MAX = 448.0
 _SCALE_RANGE = (2.0**-100, 2.0**100)  # 1 / scale and code * scale stay normal float32 numbers
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class LayerScales(NamedTuple):
-    """What the stored codes of one layer are multiplied by to give K and V."""
+    """What the stored codes of one layer are multiplied by to give K and V: a number, or one per
+    KV head. For nvfp4 these are the global scales."""
 
-    k: float
-    v: float
+    k: float | tuple[float, ...]
+    v: float | tuple[float, ...]
 
 
 class Step(NamedTuple):
     """Where one forward pass writes its tokens, and what its attention calls read."""
 
     slots: torch.Tensor  # (B * q_len,) int64: page id * page_size + offset in the page
-    block_table: torch.Tensor  # (B, max_pages) int32; -1 past a sequence's last page
+    block_table: torch.Tensor  # (B, max_pages) int32; -1 for pages not held (any more)
     seqused_k: torch.Tensor  # (B,) int32
     cu_seqlens_q: torch.Tensor  # (B + 1,) int32
     q_len: int
     kv_len: int
 
 
-class PageTable:
-    """Page ids of every sequence of a batch, for all layers that see the same tokens."""
+class Attended(NamedTuple):
+    """K and V as attention takes them, with the block table that belongs to them."""
 
-    def __init__(self, page_size: int) -> None:
+    k: torch.Tensor  # (pages, page_size, Hkv, D)
+    v: torch.Tensor
+    block_table: torch.Tensor  # (B, max_pages) int32
+    k_descale: torch.Tensor | None  # float32 (1,) or (Hkv,); None for 1
+    v_descale: torch.Tensor | None
+
+
+class PageTable:
+    """Page ids of every sequence of a batch, for all layers that see the same tokens.
+
+    Args:
+        page_size: tokens in a page.
+        sliding_window: how many keys a query of these layers sees, itself included. Pages that
+            later queries cannot see are freed, except for the last one of them: up to `page_size`
+            tokens can always be taken back.
+    """
+
+    def __init__(self, page_size: int, sliding_window: int | None = None) -> None:
         self.page_size = page_size
+        self.sliding_window = sliding_window
         self.num_pages = 0  # ids in use or free: the size that the layers' pools must have
-        self._rows: list[list[int]] = []
+        self.first_page = 0  # the pages before this one have been freed
+        self._rows: list[list[int]] = []  # -1 for a freed page
         self._free: list[int] = []
         self._block_table: torch.Tensor | None = None
         self._last: tuple[tuple[int, int], Step] | None = None
 
     @property
     def pages_in_use(self) -> int:
-        return sum(map(len, self._rows))
+        return sum(len(row) - self.first_page for row in self._rows)
+
+    def check_start(self, start: int) -> None:
+        """Refuse to continue at token `start` where its window has been freed.
+
+        Raises:
+            ValueError: keys that the next query sees are gone.
+        """
+        first_key = self._first_key(start)
+        if first_key < self.first_page * self.page_size:
+            raise ValueError(
+                f"length: got {start} tokens; the window of the next one begins at token "
+                f"{first_key}, and the pages before token {self.first_page * self.page_size} have "
+                "been freed"
+            )
 
     def advance(self, start: int, q_len: int, batch: int, device: torch.device) -> Step:
         """The step that puts tokens [start, start + q_len) behind each of `batch` sequences.
@@ -57,15 +95,22 @@ class PageTable:
         and share the step's tensors.
 
         Raises:
-            ValueError: another batch size than that of the tokens already held.
+            ValueError: another batch size than that of the tokens already held, or a `start` whose
+                window has been freed.
         """
         self._rows = self._rows or [[] for _ in range(batch)]
         if len(self._rows) != batch:
             raise ValueError(f"batch: got {batch}; this cache holds {len(self._rows)} sequences")
         if self._last is not None and self._last[0] == (start, q_len):
             return self._last[1]
+        self.check_start(start)
         kv_len = start + q_len
-        self._reserve(-(-kv_len // self.page_size), device)
+        freed = self._free_before(self._first_key(start) // self.page_size - 1)
+        taken = self._reserve(-(-kv_len // self.page_size))
+        if freed or taken:
+            columns = max(len(self._rows[0]), self.num_pages // batch)
+            padded = [row + [-1] * (columns - len(row)) for row in self._rows]
+            self._block_table = torch.tensor(padded, dtype=torch.int32, device=device)
         position = torch.arange(start, kv_len, device=device)
         page = self._block_table[:, position // self.page_size].long()
         step = Step(
@@ -79,10 +124,28 @@ class PageTable:
         self._last = (start, q_len), step
         return step
 
-    def _reserve(self, per_sequence: int, device: torch.device) -> None:
+    def reset(self) -> None:
+        """Free every page. The pools keep their memory."""
+        self._free += [page for row in self._rows for page in row[self.first_page :]]
+        self._rows, self.first_page = [], 0
+        self._last = self._block_table = None
+
+    def _first_key(self, start: int) -> int:
+        return 0 if self.sliding_window is None else max(0, start - self.sliding_window + 1)
+
+    def _free_before(self, page: int) -> bool:
+        if page <= self.first_page:
+            return False
+        for row in self._rows:
+            self._free += row[self.first_page : page]
+            row[self.first_page : page] = [-1] * (page - self.first_page)
+        self.first_page = page
+        return True
+
+    def _reserve(self, per_sequence: int) -> bool:
         missing = per_sequence - len(self._rows[0])
         if missing <= 0:
-            return
+            return False
         needed = self.pages_in_use + missing * len(self._rows)
         if needed > self.num_pages:
             # Doubling: a growing pool copies each page about once.
@@ -92,9 +155,7 @@ class PageTable:
         for _ in range(missing):
             for row in self._rows:
                 row.append(self._free.pop())
-        columns = max(per_sequence, self.num_pages // len(self._rows))
-        padded = [row + [-1] * (columns - len(row)) for row in self._rows]
-        self._block_table = torch.tensor(padded, dtype=torch.int32, device=device)
+        return True
 
 
 class Pages:
@@ -140,8 +201,12 @@ class Pages:
         return key.to(self.k.dtype), value.to(self.v.dtype)
 
     def descales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """float32 (1,) factors of K and V, None for 1."""
+        """float32 (1,) or (Hkv,) factors of K and V, None for 1."""
         return None, None
+
+    def attended(self, step: Step) -> Attended:
+        """What the attention call of a step reads."""
+        return Attended(self.k, self.v, step.block_table, *self.descales())
 
     def grow(self, num_pages: int) -> None:
         """Make room for `num_pages` pages. Pages already there keep their contents; new ones have
@@ -162,7 +227,7 @@ class Pages:
         out = []
         for pages, scale in zip((self.k, self.v), self.descales(), strict=True):
             x = _as_bytes(pages)[block_table].view(pages.dtype).flatten(1, 2)[:, :length].float()
-            out.append(x if scale is None else x * scale)
+            out.append(x if scale is None else x * scale.unsqueeze(-1))
         return out[0], out[1]
 
 
@@ -173,8 +238,8 @@ class BF16Pages(Pages):
         return torch.bfloat16
 
 
-class FP8Pages(Pages):
-    """Elements are float8_e4m3fn codes, with one float32 scale for K and one for V."""
+class ScaledPages(Pages):
+    """A format with float32 scales for K and V, one for all KV heads or one for each."""
 
     needs_scales = True
 
@@ -183,13 +248,15 @@ class FP8Pages(Pages):
     ) -> None:
         super().__init__(key, page_size)
         if scales is None:
-            raise ValueError("scales: got None; an fp8 layer needs LayerScales")
-        # Checked as what is stored: a Python float can round to 0 or infinity.
-        as_stored = torch.tensor(scales, dtype=torch.float32)
-        low, high = _SCALE_RANGE
-        if not ((as_stored >= low) & (as_stored <= high)).all():
-            raise ValueError(f"scales: got {scales}; accepted: finite, within [2^-100, 2^100]")
-        self.k_scale, self.v_scale = as_stored.to(key.device).split(1)
+            raise ValueError("scales: got None; a quantized layer needs LayerScales")
+        self.k_scale, self.v_scale = (_scale_tensor(side, scales, key) for side in scales)
+
+    def descales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k_scale, self.v_scale
+
+
+class FP8Pages(ScaledPages):
+    """Elements are float8_e4m3fn codes."""
 
     def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float8_e4m3fn
@@ -197,20 +264,92 @@ class FP8Pages(Pages):
     def encode(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize_fp8(key, self.k_scale), quantize_fp8(value, self.v_scale)
 
-    def descales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.k_scale, self.v_scale
+
+class NVFP4Pages(ScaledPages):
+    """E2M1 codes and E4M3 block scales, `[data | scales]` in each page of K and of V.
+
+    Elements are rounded to 16 bits before they are stored, as a serving engine's keys and values
+    are. Reading dequantizes; subclasses differ in how the store chooses block scales.
+    """
+
+    kv_cache_dtype = "nvfp4"
+
+    def __init__(
+        self, key: torch.Tensor, page_size: int, scales: LayerScales | None = None
+    ) -> None:
+        super().__init__(key, page_size, scales)
+        head_size = key.shape[-1]
+        if head_size % 16:
+            raise ValueError(f"head size: got {head_size}; nvfp4 accepts multiples of 16")
+        self.k, self.v = (
+            side.new_empty((*side.shape[:3], head_size // 16 * 9)) for side in (self.k, self.v)
+        )
+
+    def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        key, value = (x.to(self.query_dtype).transpose(1, 2).flatten(0, 1) for x in (key, value))
+        cute_kernels.reshape_and_cache(
+            key, value, self.k, self.v, slots, self.kv_cache_dtype, self.k_scale, self.v_scale
+        )
+
+    def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pages = block_table[:, : -(-length // self.k.shape[1])]
+        k, v = self._dequantized(pages, torch.float32)
+        return k.flatten(1, 2)[:, :length], v.flatten(1, 2)[:, :length]
+
+    def attended(self, step: Step) -> Attended:
+        pages = step.block_table[:, : -(-step.kv_len // self.k.shape[1])]
+        k, v = (x.flatten(0, 1) for x in self._dequantized(pages, self.query_dtype))
+        table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
+        table = torch.where(pages >= 0, table.view(pages.shape), -1)
+        return Attended(k, v, table, None, None)
+
+    def _dequantized(self, pages: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """K and V of the pages (B, n): (B, n, page_size, Hkv, D). What a page that is not held
+        (-1) gives has no meaning."""
+        pages = pages.clamp(min=0)
+        out = []
+        for side, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            data, block_scale = cute_kernels.split_nvfp4(side)
+            block_scale = _as_bytes(block_scale)[pages]
+            out.append(cute_kernels.dequantize_nvfp4(data[pages], block_scale, scale, dtype))
+        return out
 
 
-PAGE_FORMATS: dict[str, type[Pages]] = {"auto": Pages, "bf16": BF16Pages, "fp8": FP8Pages}
+class FourOverSixPages(NVFP4Pages):
+    kv_cache_dtype = "nvfp4_4over6"
+
+
+class FourOverSixKeysPages(NVFP4Pages):
+    kv_cache_dtype = "nvfp4_4over6_k"
+
+
+class MSEPages(NVFP4Pages):
+    kv_cache_dtype = "nvfp4_mse"
+
+
+PAGE_FORMATS: dict[str, type[Pages]] = {
+    "auto": Pages,
+    "bf16": BF16Pages,
+    "fp8": FP8Pages,
+    **{
+        pages.kv_cache_dtype: pages
+        for pages in (NVFP4Pages, FourOverSixPages, FourOverSixKeysPages, MSEPages)
+    },
+}
 
 
 def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """`e4m3(x * (1 / scale))`: to nearest even, saturating at +-448, NaN to 0x7F.
 
-    `x` has any shape and float dtype; `scale` is one float32 number on x's device. The reciprocal
-    and the product are rounded to float32. Returns float8_e4m3fn of x's shape.
+    `x` has any float dtype; `scale` is float32 on x's device: one number for any shape, or (Hkv,)
+    for (B, Hkv, tokens, D). The reciprocal and the product are rounded to float32. Returns
+    float8_e4m3fn of x's shape.
     """
-    scaled = (x.float() * (1.0 / scale)).clamp(-FP8_MAX, FP8_MAX)
+    per_head = scale[:, None, None] if scale.numel() > 1 else scale
+    scaled = (x.float() * (1.0 / per_head)).clamp(-FP8_MAX, FP8_MAX)
     # torch keeps the sign of a NaN; the hardware conversion gives 0x7F for every NaN.
     return torch.where(scaled.isnan(), math.nan, scaled).to(torch.float8_e4m3fn)
 
@@ -228,6 +367,19 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
     common = index[:, None] & index[None, :]
     parity = sum((common >> bit) & 1 for bit in range(max(1, size.bit_length() - 1))) % 2
     return ((1.0 - 2.0 * parity) * size**-0.5).to(device)
+
+
+def _scale_tensor(
+    side: float | tuple[float, ...], scales: LayerScales, key: torch.Tensor
+) -> torch.Tensor:
+    # Checked as what is stored: a Python float can round to 0 or infinity.
+    as_stored = torch.tensor(side, dtype=torch.float32).reshape(-1)
+    low, high = _SCALE_RANGE
+    if not ((as_stored >= low) & (as_stored <= high)).all():
+        raise ValueError(f"scales: got {scales}; accepted: finite, within [2^-100, 2^100]")
+    if len(as_stored) not in (1, key.shape[1]):
+        raise ValueError(f"scales: got {scales}; accepted: 1 number, or {key.shape[1]}, one a head")
+    return as_stored.to(key.device)
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import E4M3_MAX, E4M3_MIN_NORMAL, QuantMode, get_kv_cache_dtype
+from kvcache.checks import check_type, described
 from kvcache.writes import Transaction
 
 # 1 / scale and code * scale stay normal float32 numbers.
@@ -83,7 +84,12 @@ def suggest_scales(
     dtype = get_kv_cache_dtype(kv_cache_dtype)
     if dtype.quant_mode is QuantMode.NONE:
         raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: one that has scales")
-    absmax = {"k": _as_tuple(k_absmax), "v": _as_tuple(v_absmax)}
+    absmax = {
+        "k": _as_tuple("k_absmax", k_absmax),
+        "v": _as_tuple("v_absmax", v_absmax),
+    }
+    if current is not None:
+        check_type("current", current, KVScales, "KVScales or None")
     for side, values in absmax.items():
         if not values or not all(math.isfinite(value) and value >= 0 for value in values):
             raise ValueError(f"{side}_absmax: got {values}; accepted: finite and >= 0")
@@ -129,6 +135,7 @@ def restore_scales(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         ValueError: a layer or attribute that only one of `model` and `state` has, or a tensor of
             another shape or dtype; the message names it.
     """
+    check_type("state", state, Mapping, "what save_scales returned")
     places = {
         _key(name, attribute): (layer, attribute)
         for name, layer in _layers(model)
@@ -230,6 +237,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    check_type("model", model, torch.nn.Module, "a torch.nn.Module")
     return [
         (name, layer)
         for name, layer in model.named_modules()
@@ -252,16 +260,25 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _as_tuple(values: Any) -> tuple[float, ...]:
+def _as_tuple(name: str, values: Any) -> tuple[float, ...]:
+    given = values
     if isinstance(values, torch.Tensor):
         values = values.detach().reshape(-1).tolist()
-    elif not isinstance(values, Iterable):
+    elif not isinstance(values, Iterable) or getattr(values, "ndim", None) == 0:
         values = (values,)
+    values = list(values)
+    # Text is iterable, and some of it is a number; rows of an array are not.
+    if any(
+        isinstance(x, str) or getattr(x, "ndim", 0) or not hasattr(x, "__float__") for x in values
+    ):
+        raise TypeError(
+            f"{name}: got {described(given)}; accepted: a number, or numbers, one per KV head"
+        )
     return tuple(map(float, values))
 
 
 def _checked_scales(name: str, values: Any) -> tuple[float, ...]:
-    given = _as_tuple(values)
+    given = _as_tuple(f"{name} scale", values)
     low, high = SCALE_RANGE
     stored = tuple(map(_as_float32, given))
     if not stored or not all(low <= value <= high for value in stored):

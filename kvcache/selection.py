@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cute_kernels.formats import KV_CACHE_DTYPES
+from cute_kernels.formats import KV_CACHE_DTYPES, QuantMode
 from cute_kernels.registry import KernelContract
 from kvcache import contracts
+from kvcache.checks import check_type
 from kvcache.config import AttentionConfig
 from kvcache.dtypes import check_same_cache_format
 
@@ -51,7 +52,7 @@ def nearest_kv_cache_dtype(config: AttentionConfig) -> str | None:
 
     Of several the first in `KV_CACHE_DTYPES`. Block scales are in their default layout.
     """
-    bits = config.dtype.bits_per_element
+    bits = _checked(config).dtype.bits_per_element
     working = [
         dtype
         for dtype in KV_CACHE_DTYPES.values()
@@ -62,6 +63,18 @@ def nearest_kv_cache_dtype(config: AttentionConfig) -> str | None:
     return working[0].name if working else None
 
 
+def mla_refusal(config: AttentionConfig) -> str | None:
+    """Why no block-scaled dtype serves latent K and V, or None where it is not asked to."""
+    if not config.mla or config.dtype.quant_mode is not QuantMode.BLOCK_SCALED:
+        return None
+    return (
+        f"kv_cache_dtype {config.kv_cache_dtype!r} with latent K and V (MLA): the cache has one "
+        f"latent vector a token that is both K and V, {config.dtype.storage} pages have a K side "
+        "and a V side with a global scale and an order of block scales each, and no reader takes a "
+        "latent vector in that layout"
+    )
+
+
 def can_share_cache(target: AttentionConfig, draft: AttentionConfig) -> str | None:
     """Why a draft layer cannot read the cache of a target layer, or None.
 
@@ -69,6 +82,7 @@ def can_share_cache(target: AttentionConfig, draft: AttentionConfig) -> str | No
     scale layout and page size. Query heads, query dtype and window may differ.
     """
     for who, config in (("target", target), ("draft", draft)):
+        check_type(who, config, AttentionConfig, "an AttentionConfig")
         reason = can_run(config)
         if reason is not None:
             return f"the {who} cannot run: {reason}"
@@ -94,7 +108,8 @@ def supports_quant_query_input(config: AttentionConfig) -> bool:
     Raises:
         NotImplementedError: no kernel serves this configuration.
     """
-    return config.dtype.storage in select_kernel(config).q_dtypes
+    kernel = select_kernel(config)
+    return config.dtype.storage in kernel.q_dtypes
 
 
 @dataclass(frozen=True)
@@ -118,6 +133,7 @@ def classify_batch(config: AttentionConfig, query_tokens: int) -> BatchClass:
     Raises:
         ValueError: query_tokens < 1. NotImplementedError: no kernel serves the configuration.
     """
+    check_type("query_tokens", query_tokens, int, "an int >= 1")
     if query_tokens < 1:
         raise ValueError(f"query_tokens: got {query_tokens}; accepted: >= 1")
     contract = select_kernel(config)
@@ -136,7 +152,8 @@ def explain(config: AttentionConfig) -> str:
         verdict = f"cannot read it: {'; '.join(found)}" if found else "reads it"
         lines.append(f"  {contract.name} {verdict}")
     names = [writer.name for writer in contracts.writers_for(config)]
-    lines.append(f"  {' and '.join(names) if names else 'nothing here'} writes it")
+    verb = "write" if len(names) > 1 else "writes"
+    lines.append(f"  {' and '.join(names) or 'nothing here'} {verb} it")
     lines.append("  served" if reason is None else f"  not served: {reason}")
     return "\n".join(lines)
 
@@ -159,6 +176,10 @@ def describe(config: AttentionConfig) -> str:
 
 def _missing(config: AttentionConfig) -> str | None:
     """What `can_run` says, without advice."""
+    _checked(config)
+    refused = mla_refusal(config)
+    if refused is not None:
+        return refused
     readers = contracts.readers()
     halves = []
     if all(contracts.cache_refusals(contract, config) for contract in readers):
@@ -181,6 +202,10 @@ def _missing(config: AttentionConfig) -> str | None:
     }
     what = f"kv_cache_dtype {config.kv_cache_dtype!r} on {config.device_name}"
     return "; ".join(filter(None, (f"{what}: {' and '.join(halves)}", _each(found))))
+
+
+def _checked(config: AttentionConfig) -> AttentionConfig:
+    return check_type("config", config, AttentionConfig, "an AttentionConfig")
 
 
 def _each(found: dict[str, list[str]]) -> str:

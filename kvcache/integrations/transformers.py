@@ -8,7 +8,10 @@
 Every attention call, prefill and decode alike, first writes its own tokens to the pages and then
 reads all keys and values back from them through a block table; no unquantized copy is kept. Layers
 that see the same tokens share a block table: one for the full-attention layers, one for the
-sliding-window layers.
+sliding-window layers, whose pages are freed when the window has left them.
+
+The nvfp4 dtypes show what their rounding does to a model, not a speed: no attention kernel here
+reads such pages yet, so each call dequantizes all of them to 16 bits.
 
 The sequences of a batch have equal lengths. Padding, bidirectional spans and beam search are
 refused: the kernels mask by length only, and a page belongs to one sequence.
@@ -29,7 +32,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import cute_kernels
 from kvcache.paged import (
-    FP8_MAX,
     PAGE_FORMATS,
     LayerScales,
     Pages,
@@ -37,6 +39,7 @@ from kvcache.paged import (
     Step,
     hadamard,
 )
+from kvcache.scales import suggest_scales
 
 __all__ = [
     "LayerScales",
@@ -69,7 +72,7 @@ class PagedKVLayer(CacheLayerMixin):
 
     Args:
         table: the block table, shared with the other layers that see the same tokens.
-        kv_cache_dtype: "fp8", "bf16", or "auto" (the model's dtype; bf16 for a float32 model).
+        kv_cache_dtype: see `PagedKVCache`.
         scales: of a quantized dtype.
         sliding_window: how many keys a query sees, itself included; None for all before it.
         rotate_keys: see `PagedKVCache`.
@@ -126,10 +129,15 @@ class PagedKVLayer(CacheLayerMixin):
         return cached, cached
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (rotated, if keys are) and V: float32 (B, length, Hkv, D), scales applied."""
+        """K (rotated, if keys are) and V: float32 (B, n, Hkv, D), scales applied.
+
+        n is the length, less the tokens whose pages a sliding window has freed.
+        """
         if self._step is None:
             raise ValueError("the cache is empty")
-        return self.pages.read(self._step.block_table, self.length)
+        first = self.table.first_page
+        held = self.length - first * self.table.page_size
+        return self.pages.read(self._step.block_table[:, first:], held)
 
     @property
     def nbytes(self) -> int:
@@ -146,15 +154,26 @@ class PagedKVLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens; their pages stay with the sequence."""
+        """Forget the last -tokens_to_remove tokens; their pages stay with the sequence.
+
+        Raises:
+            ValueError: more than there are, or, in a sliding-window layer, so many that the next
+                token's window has been freed. Up to `page_size` tokens are always possible.
+        """
+        self.check_crop(tokens_to_remove)
+        self.length += tokens_to_remove
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """What `crop` raises, without cropping."""
         if not -self.length <= tokens_to_remove <= 0:
             raise ValueError(
                 f"tokens_to_remove: got {tokens_to_remove}; accepted: {-self.length} to 0"
             )
-        self.length += tokens_to_remove
+        self.table.check_start(self.length + tokens_to_remove)
 
     def reset(self) -> None:
-        self.length = 0
+        self.table.reset()
+        self.length, self._step = 0, None
 
     def _refuse_shared_pages(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
@@ -171,14 +190,15 @@ class PagedKVCache(Cache):
 
     Args:
         config: the model's.
-        kv_cache_dtype: "fp8", "bf16", or "auto" (the model's dtype; bf16 for a float32 model).
-        scales: one `LayerScales` per layer, for "fp8"; `calibrate_scales` measures them.
+        kv_cache_dtype: "fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse", "bf16", or
+            "auto" (the model's dtype; bf16 for a float32 model).
+        scales: one `LayerScales` per layer, for quantized dtypes; `calibrate_scales` measures them.
         page_size: tokens in a page.
         rotate_keys: multiply keys, and in attention queries, by a Hadamard matrix. The scores are
             the same; what changes is where rounding to fp8 hurts. Worth it for models with few
             large key elements. Perplexity of fp8 against bf16 KV on 4,096 tokens of docstrings,
-            standard error 0.2 to 0.4 %: SmolLM2-135M +2.4 % without, +0.6 % with; Gemma-3 270M
-            +0.7 % without, +1.1 % with.
+            standard error 0.2 to 0.4 %: SmolLM2-135M +2.1 % without, +0.8 % with; Gemma-3 270M
+            +0.8 % without, +1.5 % with (perf/results/2026-11-30_perplexity_kv_cpu.json).
 
     Raises:
         ValueError: unknown dtype; scales missing, superfluous or not one per layer.
@@ -201,12 +221,12 @@ class PagedKVCache(Cache):
         if (scales is not None) != PAGE_FORMATS[kv_cache_dtype].needs_scales:
             given = "none" if scales is None else "some"
             raise ValueError(
-                f"scales: got {given} for kv_cache_dtype {kv_cache_dtype!r}; 'fp8' needs one per "
-                "layer (calibrate_scales measures them), other dtypes have none"
+                f"scales: got {given} for kv_cache_dtype {kv_cache_dtype!r}; quantized dtypes need "
+                "one per layer (calibrate_scales measures them), other dtypes have none"
             )
         if scales is not None and len(scales) != len(windows):
             raise ValueError(f"scales: got {len(scales)}; the model has {len(windows)} layers")
-        tables = {window: PageTable(page_size) for window in set(windows)}
+        tables = {window: PageTable(page_size, window) for window in set(windows)}
         super().__init__(
             layers=[
                 PagedKVLayer(
@@ -215,6 +235,12 @@ class PagedKVCache(Cache):
                 for index, window in enumerate(windows)
             ]
         )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """`PagedKVLayer.crop` for every layer, or for none where one of them raises."""
+        for layer in self.layers:
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     @property
     def nbytes(self) -> int:
@@ -271,23 +297,23 @@ def _attention(
     pages, step = key.pages, key.step
     if key.rotation is not None:
         query = (query.float() @ key.rotation).to(query.dtype)
-    k_descale, v_descale = pages.descales()
+    attended = pages.attended(step)
     out = (kernel or cute_kernels.flash_attn_varlen_func)(
         query.to(pages.query_dtype).transpose(1, 2).flatten(0, 1),
-        pages.k,
-        pages.v,
+        attended.k,
+        attended.v,
         step.q_len,
         step.cu_seqlens_q,
         step.kv_len,
         seqused_k=step.seqused_k,
-        block_table=step.block_table,
+        block_table=attended.block_table,
         softmax_scale=scaling,
         causal=True,
         # `transformers` counts the query's own key in the window, `window_size` does not.
         window_size=None if sliding_window is None else (sliding_window - 1, 0),
         softcap=softcap or 0.0,
-        k_descale=k_descale,
-        v_descale=v_descale,
+        k_descale=attended.k_descale,
+        v_descale=attended.v_descale,
         s_aux=s_aux,
     )
     return out.unflatten(0, (-1, step.q_len)).to(query.dtype), None
@@ -341,17 +367,32 @@ def forward(
 
 @torch.inference_mode()
 def calibrate_scales(
-    model: transformers.PreTrainedModel, input_ids: torch.Tensor, rotate_keys: bool = False
+    model: transformers.PreTrainedModel,
+    input_ids: torch.Tensor,
+    rotate_keys: bool = False,
+    kv_cache_dtype: str = "fp8",
+    *,
+    per_head: bool = False,
 ) -> list[LayerScales]:
-    """Scales that map the largest |K| and |V| of each layer on `input_ids` (B, L) to 448.
+    """Scales that use a format's whole range for the largest |K| and |V| on `input_ids` (B, L).
 
-    The model must run with an `attn_implementation` that `register` made; `rotate_keys` as in the
-    cache that the scales are for. A layer whose K or V is all zero gets scale 1.
+    For fp8 the largest becomes 448, for the nvfp4 dtypes 6 * 448: see `kvcache.suggest_scales`.
+
+    Args:
+        model: runs with an `attn_implementation` that `register` made.
+        rotate_keys: as in the cache that the scales are for.
+        kv_cache_dtype: a quantized dtype.
+        per_head: one scale per KV head, not one per layer.
+
+    Returns:
+        One `LayerScales` per layer. Where K or V is all zero the scale is 1.
     """
     cache = PagedKVCache(model.config, "auto", rotate_keys=rotate_keys)
     forward(model, input_ids, cache, logits_to_keep=1)
-    scales = []
+    found = []
     for layer in cache.layers:
-        largest = [x.abs().max().item() for x in layer.read()]
-        scales.append(LayerScales(*(top / FP8_MAX if top > 0.0 else 1.0 for top in largest)))
-    return scales
+        # (B, L, Hkv, D)
+        k, v = (x.abs().amax((0, 1, 3)) if per_head else x.abs().max() for x in layer.read())
+        scales = suggest_scales(k, v, kv_cache_dtype)
+        found.append(LayerScales(*(s if per_head else s[0] for s in (scales.k, scales.v))))
+    return found

@@ -44,8 +44,8 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch, *kernels: KernelContract) -
 
 
 def pretend_writers(monkeypatch: pytest.MonkeyPatch, *writers: contracts.Writer) -> None:
-    """As if these, besides the real ones, stored caches."""
-    monkeypatch.setattr(contracts, "WRITERS", (*contracts.WRITERS, *writers))
+    """As if these, besides `kvcache.paged`, stored caches: our store kernels are not there."""
+    monkeypatch.setattr(contracts, "WRITERS", (contracts.WRITERS[0], *writers))
 
 
 class Layer(torch.nn.Module):

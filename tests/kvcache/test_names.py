@@ -11,7 +11,7 @@ import pytest
 
 import kvcache
 
-WITH_TENSORS = {".mtp", ".scales"}
+WITH_TENSORS = {".calibration", ".mtp", ".scales"}
 LIGHT = sorted(name for name, home in kvcache._HOME.items() if home not in WITH_TENSORS)
 
 

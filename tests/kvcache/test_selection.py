@@ -11,7 +11,7 @@ from cute_kernels import registry
 from kvcache import blocks, contracts, selection
 from kvcache.contracts import Writer
 from kvcache.dtypes import KV_CACHE_DTYPES, ScaleLayout, resolve_kv_cache_dtype
-from kvcache.paged import PAGE_FORMATS, LayerScales
+from kvcache.paged import PAGE_FORMATS, LayerScales, NVFP4Pages
 from tests.kvcache.helpers import (
     DECODE_SM90,
     config,
@@ -42,8 +42,17 @@ def test_answers_are_the_contract(head_size, page_size, capability):
 
 
 @pytest.mark.parametrize("name", ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse"))
-def test_nvfp4_on_hopper_is_refused_naming_both_halves(name):
-    """No kernel here reads or writes it today."""
+def test_nvfp4_on_hopper_is_refused_naming_the_half_that_is_missing(name):
+    """Our store writes it, no kernel here reads it."""
+    reason = selection.can_run(config(kv_cache_dtype=name))
+    assert reason.startswith(f"kv_cache_dtype '{name}' on sm_90: the reader is missing (")
+    assert "store is missing" not in reason
+    assert reason.endswith("the nearest kv_cache_dtype that works is 'fp8'")
+
+
+@pytest.mark.parametrize("name", ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse"))
+def test_without_the_store_both_halves_are_named(name, monkeypatch):
+    pretend_writers(monkeypatch)
     reason = selection.can_run(config(kv_cache_dtype=name))
     assert reason.startswith(f"kv_cache_dtype '{name}' on sm_90: the reader is missing (")
     assert "decode_sm90 reads fp8_e4m3 on sm_90a" in reason
@@ -59,6 +68,7 @@ def test_only_the_store_exists(monkeypatch):
 
 
 def test_only_the_reader_exists(monkeypatch):
+    pretend_writers(monkeypatch)
     pretend_kernels(monkeypatch, DECODE_SM90, NVFP4_READER)
     reason = selection.can_run(config(kv_cache_dtype="nvfp4"))
     assert "the store is missing" in reason and "reader is missing" not in reason
@@ -231,14 +241,39 @@ def test_writers_are_what_paged_writes():
     """The list of what plain torch stores, against the page formats that do it."""
     written = set()
     for name, pages in PAGE_FORMATS.items():
+        if issubclass(pages, NVFP4Pages):  # which goes through our store
+            continue
         for dtype in (torch.bfloat16, torch.float16):
             key = torch.zeros(1, 2, 3, 16, dtype=dtype)
             made = pages(key, 16, LayerScales(1.0, 1.0) if pages.needs_scales else None)
             written.add(made.k.dtype)
             assert resolve_kv_cache_dtype(name, dtype).torch_dtype == made.k.dtype
-    (writer,) = contracts.WRITERS
+    writer = contracts.WRITERS[0]
     claimed = {KV_CACHE_DTYPES[name].torch_dtype for name in writer.kv_cache_dtypes}
     assert claimed == written
+
+
+def test_our_store_is_what_it_declares():
+    """Its dtypes, devices and scale orders come from the store itself; these are spot checks."""
+    for name in ("fp8", "nvfp4", "nvfp4_mse"):
+        for capability in ("sm_90a", "sm_100a"):
+            layouts = (None,) if name == "fp8" else ("linear", "sm100")
+            for layout in layouts:
+                asked = config(kv_cache_dtype=name, capability=capability, v_scale_layout=layout)
+                assert contracts.WRITERS[1] in contracts.writers_for(asked)
+    for fields in ({"kv_cache_dtype": "bf16"}, {"capability": "sm_80"}):
+        assert contracts.WRITERS[1] not in contracts.writers_for(config(**fields))
+
+
+@pytest.mark.parametrize("name", ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse"))
+def test_latent_keys_and_values_are_refused_for_every_nvfp4_dtype_with_the_reason(name):
+    asked = config(kv_cache_dtype=name, mla=True, head_size=576, num_kv_heads=1)
+    for capability in ("sm_90a", "sm_100a"):
+        reason = selection.can_run(dataclasses.replace(asked, capability=capability))
+        assert reason.startswith(f"kv_cache_dtype '{name}' with latent K and V (MLA): ")
+        assert "one latent vector a token that is both K and V" in reason
+    assert selection.mla_refusal(dataclasses.replace(asked, kv_cache_dtype="fp8")) is None
+    assert selection.mla_refusal(config(kv_cache_dtype=name)) is None
 
 
 def test_explain_says_which_kernel_and_why_not(monkeypatch):
@@ -251,9 +286,13 @@ def test_explain_says_which_kernel_and_why_not(monkeypatch):
         "  decode_sm90 reads it",
         "  other cannot read it: device sm_90, the kernel is for sm_100a; cache format fp8_e4m3, "
         "the kernel reads nvfp4",
-        "  kvcache.paged writes it",
+        "  kvcache.paged and cute_kernels.reshape_and_cache write it",
         "  served",
     ]
+    assert "  cute_kernels.reshape_and_cache writes it" in selection.explain(
+        config(kv_cache_dtype="nvfp4")
+    )
+    pretend_writers(monkeypatch)
     refused = selection.explain(config(kv_cache_dtype="nvfp4"))
     assert "nothing here writes it" in refused
     assert f"not served: {selection.can_run(config(kv_cache_dtype='nvfp4'))}" in refused

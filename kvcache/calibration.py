@@ -1,0 +1,142 @@
+"""Scales of a model's layers in a safetensors file, under the names that serving engines read.
+
+    scales = calibrate_scales(model, sample_ids)          # kvcache.integrations.transformers
+    save_kv_scales("kv_scales.safetensors", scales, "fp8")
+
+Every layer has two float32 tensors, `model.layers.5.self_attn.k_scale` and `.v_scale`: () for one
+scale a layer, (Hkv,) for one a KV head. Engines that read a checkpoint's scales take these names;
+the file can stand beside the checkpoint's own. Its metadata says which dtype the scales are for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcache.checks import check_all, check_type
+from kvcache.dtypes import QuantMode, get_kv_cache_dtype
+from kvcache.scales import KVScales
+from kvcache.writes import Transaction
+
+LAYER_NAME = "model.layers.{}.self_attn"
+_DTYPE_KEY = "kv_cache_dtype"
+_SIDES = ("k", "v")
+
+
+def save_kv_scales(
+    path: str | os.PathLike,
+    scales: Sequence[KVScales],
+    kv_cache_dtype: str,
+    *,
+    layer_name: str = LAYER_NAME,
+) -> None:
+    """Write the scales of all layers.
+
+    Args:
+        path: of the new file; one that is there is replaced whole.
+        scales: one a layer, in order. Pairs (k, v) of numbers, or of tuples of them, are taken too.
+        kv_cache_dtype: a quantized dtype.
+        layer_name: with {} for the layer's index.
+
+    Raises:
+        ValueError: no layers, a scale out of range, a dtype without scales, a name without {}.
+        TypeError: scales that are none.
+    """
+    from safetensors.torch import save_file
+
+    dtype = get_kv_cache_dtype(kv_cache_dtype)
+    if dtype.quant_mode is QuantMode.NONE:
+        raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: one that has scales")
+    if layer_name.format(0) == layer_name.format(1):
+        raise ValueError(f"layer_name: got {layer_name!r}; accepted: with {{}} for the index")
+    found = [
+        each if isinstance(each, KVScales) else KVScales(*each)
+        for each in check_all("scales", scales, (KVScales, tuple), "KVScales, one a layer")
+    ]
+    if not found:
+        raise ValueError("scales: got none; accepted: one a layer")
+    tensors = {
+        f"{layer_name.format(index)}.{side}_scale": tensor
+        for index, each in enumerate(found)
+        for side, tensor in zip(_SIDES, each.tensors(), strict=True)
+    }
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    save_file(tensors, partial, metadata={_DTYPE_KEY: dtype.name})
+    os.replace(partial, path)  # never half a file under the final name
+
+
+def load_kv_scales(path: str | os.PathLike, kv_cache_dtype: str) -> dict[str, KVScales]:
+    """The scales of each layer, by its name in the file, in the file's order of layers.
+
+    Raises:
+        ValueError: scales for another storage format, which would be wrong by a constant factor
+            (fp8's are 6 times nvfp4's); a layer with one scale only; one out of range; no scales.
+    """
+    from safetensors import safe_open
+
+    dtype = get_kv_cache_dtype(kv_cache_dtype)
+    sides: dict[str, dict[str, tuple[float, ...]]] = {}
+    with safe_open(path, "pt") as file:
+        made_for = (file.metadata() or {}).get(_DTYPE_KEY)
+        if made_for is not None and get_kv_cache_dtype(made_for).storage != dtype.storage:
+            raise ValueError(
+                f"{path}: these scales are for kv_cache_dtype {made_for!r}, asked for were those "
+                f"of {kv_cache_dtype!r}"
+            )
+        for key in file.keys():
+            layer, _, last = key.rpartition(".")
+            side = last.removesuffix("_scale")
+            if last.endswith("_scale") and side in _SIDES:
+                values = file.get_tensor(key).double().reshape(-1).tolist()
+                sides.setdefault(layer, {})[side] = tuple(values)
+    if not sides:
+        raise ValueError(f"{path}: holds no k_scale and v_scale")
+    for layer, found in sides.items():
+        if len(found) != len(_SIDES):
+            raise ValueError(f"{path}: {layer} has {', '.join(found)}_scale only")
+    return {layer: KVScales(**sides[layer]) for layer in sorted(sides, key=_natural)}
+
+
+def apply_kv_scales(layers: Mapping[str, Any], scales: Mapping[str, KVScales]) -> None:
+    """Give an engine's attention layers these scales, all or nothing.
+
+    Writes the device tensors `_k_scale`, `_v_scale`, the floats (of several heads the largest) and
+    the host tensors, keeping what each attribute is, as `kvcache.copy_target_kv_scales` does.
+
+    Args:
+        layers: attention layers, by the name that the scales have.
+        scales: of these layers and no others.
+
+    Raises:
+        ValueError: a name that only one of the two has, or a number of heads that is not the
+            layer's `num_kv_heads`; no layer is changed then.
+    """
+    check_type("layers", layers, Mapping, "a mapping by layer name")
+    check_type("scales", scales, Mapping, "a mapping by layer name")
+    for what, missing in (
+        ("layers", sorted(set(scales) - set(layers))),
+        ("scales", sorted(set(layers) - set(scales))),
+    ):
+        if missing:
+            raise ValueError(f"{what}: has no {', '.join(missing)}")
+    transaction = Transaction()
+    for name, layer in layers.items():
+        for side, tensor in zip(_SIDES, scales[name].tensors(), strict=True):
+            heads = getattr(layer, "num_kv_heads", None)
+            if tensor.dim() and heads not in (None, len(tensor)):
+                raise ValueError(
+                    f"{name}: {side}_scale: got {len(tensor)} scales; the layer has {heads} "
+                    "KV heads"
+                )
+            transaction.set(layer, f"_{side}_scale", tensor)
+            transaction.set(layer, f"_{side}_scale_float", tensor.max().item())
+            transaction.set(layer, f"_{side}_scale_cpu", tensor, resize=True)
+    transaction.commit()
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 10 after layer 9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

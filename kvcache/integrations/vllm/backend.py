@@ -1,0 +1,151 @@
+"""vLLM's CUSTOM attention backend: what our kernels accept, in the words of vLLM's planner."""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import ClassVar
+
+import torch
+from vllm.config.cache import CacheDType
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+from kvcache import blocks, contracts
+from kvcache.config import AttentionConfig
+from kvcache.dtypes import QUERY_DTYPES
+from kvcache.integrations.vllm.dtypes import config_of_spec, names_of
+from kvcache.selection import can_run
+
+
+def _readers_have(feature: str) -> bool:
+    return any(feature in contract.features for contract in contracts.readers())
+
+
+def _all(field: str) -> list:
+    """What any kernel has in a field of its contract, in order of first mention."""
+    return [*dict.fromkeys(x for each in contracts.readers() for x in getattr(each, field))]
+
+
+class CuteAttentionBackend(AttentionBackend):
+    """K and V of a layer are the two halves of the last dim of its cache,
+    (num_blocks, num_kv_heads, block_size, 2 * head_size), in whatever order of memory vLLM chose.
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        getattr(torch, name) for name, short in QUERY_DTYPES.items() if short in _all("q_dtypes")
+    ]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = names_of(*_all("kv_cache_formats"))
+    forward_includes_kv_cache_update: bool = False
+    supports_kv_cache_update_bypass: bool = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        from kvcache.integrations.vllm.attention import CuteAttentionImpl
+
+        return CuteAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        from kvcache.integrations.vllm.metadata import CuteMetadataBuilder
+
+        return CuteMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return _all("head_sizes")
+
+    @classmethod
+    def get_supported_kernel_block_sizes(
+        cls, kv_cache_spec: KVCacheSpec | None = None
+    ) -> list[int | MultipleOf]:
+        """Of a layer's spec what its kernel advertises; without one, what all kernels do.
+
+        Raises:
+            NotImplementedError: no kernel serves the spec, with the reason.
+        """
+        if isinstance(kv_cache_spec, AttentionSpec):
+            advertised = blocks.get_supported_kernel_block_sizes_for_config(
+                config_of_spec(kv_cache_spec)
+            )
+            named = [size for size in advertised if isinstance(size, int)]
+            bases = [size.base for size in advertised if not isinstance(size, int)]
+            return [*named, *map(MultipleOf, bases)]
+        sets = [contract.advertised_page_sizes for contract in contracts.readers()]
+        named = sorted(set.intersection(*(set(pages.sizes) for pages in sets)))
+        return [*named, MultipleOf(lcm(*(pages.multiple_of for pages in sets)))]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """`default_block_size` where every kernel reads such pages at one load a tile, else the
+        largest of the sizes that the kernels prefer."""
+        if cls.supports_block_size(default_block_size):
+            return default_block_size
+        return max(contract.preferred_page_size for contract in contracts.readers())
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return _readers_have("sinks")
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return _readers_have("sliding_window")
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return _readers_have("bidirectional_spans")
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return _readers_have("batch_invariant")
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # The launch covers max_query_len, which vLLM takes from the lengths on the host.
+        return False
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return contracts.runs_on(tuple(_all("architectures")), tuple(capability))
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: CacheDType | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        """The reason of `kvcache.can_run`; `block_size` is a manager block, so a kernel's page
+        only has to divide it."""
+        try:
+            config = AttentionConfig(
+                head_size=head_size,
+                num_q_heads=1,
+                num_kv_heads=1,
+                kv_cache_dtype=kv_cache_dtype or "auto",
+                query_dtype=dtype,
+                capability=tuple(device_capability),
+                sinks=has_sink,
+                mla=use_mla,
+                bidirectional_spans=use_mm_prefix,
+            )
+            reason = can_run(config)
+            if reason is None and block_size is not None:
+                blocks.select_common_block_size([config], block_size)
+        except ValueError as error:
+            return str(error)
+        return reason

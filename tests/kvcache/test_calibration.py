@@ -1,0 +1,125 @@
+"""Scale files: names, shapes, what they are for, and putting them into layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcache.calibration import apply_kv_scales, load_kv_scales, save_kv_scales
+from kvcache.paged import LayerScales
+from kvcache.scales import KVScales
+from tests.kvcache.helpers import Layer, snapshot
+from tests.requires import requires_module
+
+safetensors = requires_module("safetensors")
+safetensors_torch = requires_module("safetensors.torch")
+
+SCALES = [KVScales(0.01, 0.02), KVScales((0.03, 0.04), (0.05, 0.06))]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "kv_scales.safetensors"
+
+
+def test_the_file_has_the_names_and_shapes_that_engines_read(path):
+    save_kv_scales(path, SCALES, "fp8")
+    stored = safetensors_torch.load_file(path)
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == {
+        "model.layers.0.self_attn.k_scale": (),
+        "model.layers.0.self_attn.v_scale": (),
+        "model.layers.1.self_attn.k_scale": (2,),
+        "model.layers.1.self_attn.v_scale": (2,),
+    }
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ("fp8", "fp8_e4m3", "nvfp4_mse"))
+def test_scales_come_back_bit_for_bit(path, kv_cache_dtype):
+    save_kv_scales(path, SCALES * 6, kv_cache_dtype)
+    loaded = load_kv_scales(path, kv_cache_dtype)
+    assert list(loaded) == [f"model.layers.{index}.self_attn" for index in range(12)]
+    assert list(loaded.values()) == SCALES * 6
+
+
+def test_pairs_are_scales_too(path):
+    save_kv_scales(path, [LayerScales(0.5, (0.25, 0.125))], "fp8", layer_name="h.{}.attn")
+    assert load_kv_scales(path, "fp8") == {"h.0.attn": KVScales(0.5, (0.25, 0.125))}
+
+
+def test_scales_of_another_storage_format_are_refused(path):
+    """Used as nvfp4's global scales, fp8's would be wrong by a factor of 6, silently."""
+    save_kv_scales(path, SCALES, "fp8")
+    assert load_kv_scales(path, "fp8_e4m3")
+    with pytest.raises(
+        ValueError, match="for kv_cache_dtype 'fp8', asked for were those of 'nvfp4"
+    ):
+        load_kv_scales(path, "nvfp4_4over6")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    (
+        ({"model.layers.0.self_attn.k_scale": torch.tensor(1.0)}, "self_attn has k_scale only"),
+        ({"lm_head.weight": torch.ones(3)}, "holds no k_scale and v_scale"),
+        (
+            {"a.k_scale": torch.tensor(0.0), "a.v_scale": torch.tensor(1.0)},
+            r"k scale: got \(0\.0,\); accepted: finite",
+        ),
+    ),
+    ids=("one side", "no scales", "zero"),
+)
+def test_a_file_that_cannot_be_is_refused(path, tensors, message):
+    safetensors_torch.save_file(tensors, path)
+    with pytest.raises(ValueError, match=message):
+        load_kv_scales(path, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    (
+        (([], "fp8"), ValueError, "scales: got none"),
+        ((SCALES, "bf16"), ValueError, "accepted: one that has scales"),
+        ((SCALES, "fp9"), ValueError, "got 'fp9'; nearest: 'fp8'"),
+        ((KVScales(1.0, 1.0), "fp8"), TypeError, "scales: got a kvcache.scales.KVScales"),
+        (([1.0], "fp8"), TypeError, r"scales\[0\]: got a float"),
+    ),
+    ids=("none", "bf16", "fp9", "one", "number"),
+)
+def test_what_cannot_be_saved_is_refused(path, arguments, error, message):
+    with pytest.raises(error, match=message):
+        save_kv_scales(path, *arguments)
+    assert not path.exists()
+
+
+def test_layer_names_without_an_index_are_refused(path):
+    with pytest.raises(ValueError, match="layer_name: got 'model.layers.self_attn'"):
+        save_kv_scales(path, SCALES, "fp8", layer_name="model.layers.self_attn")
+
+
+def test_layers_get_every_form_of_their_scales():
+    layers = {"a": Layer(num_kv_heads=2), "b": Layer(num_kv_heads=2)}
+    held = layers["a"]._k_scale
+    apply_kv_scales(layers, {"a": SCALES[0], "b": SCALES[1]})
+    assert layers["a"]._k_scale is held
+    assert held.item() == layers["a"]._k_scale_float == layers["a"]._k_scale_cpu.item()
+    assert layers["b"]._v_scale.tolist() == layers["b"]._v_scale_cpu.tolist()
+    assert layers["b"]._v_scale_float == torch.tensor(0.06).item()
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    (
+        ({"a": SCALES[0]}, "scales: has no b"),
+        ({"a": SCALES[0], "b": SCALES[0], "c": SCALES[0]}, "layers: has no c"),
+        ({"a": SCALES[0], "b": SCALES[1]}, "b: k_scale: got 2 scales; the layer has 4 KV heads"),
+    ),
+    ids=("missing", "too many", "heads"),
+)
+def test_a_mismatch_is_caught_by_name_and_changes_nothing(scales, message):
+    layers = {"a": Layer(), "b": Layer()}
+    before = [snapshot(layer) for layer in layers.values()]
+    with pytest.raises(ValueError, match=message):
+        apply_kv_scales(layers, scales)
+    assert [snapshot(layer) for layer in layers.values()] == before
