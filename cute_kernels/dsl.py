@@ -80,6 +80,11 @@ def ld_shared_b32(address: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def ld_shared_f32(address: Int32, *, loc=None, ip=None):
+    return _asm([Float32], [address], "ld.shared.f32 $0, [$1];", "=f,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def ld_shared_f32x2(address: Int32, *, loc=None, ip=None):
     ptx = "ld.shared.v2.f32 {$0,$1}, [$2];"
     return _asm([Float32] * 2, [address], ptx, "=f,=f,r,~{memory}", True, loc, ip)
@@ -89,6 +94,17 @@ def ld_shared_f32x2(address: Int32, *, loc=None, ip=None):
 def ld_shared_f32x4(address: Int32, *, loc=None, ip=None):
     ptx = "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];"
     return _asm([Float32] * 4, [address], ptx, "=f,=f,=f,=f,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def ld_shared_b64x2(address: Int32, *, loc=None, ip=None):
+    ptx = "ld.shared.v2.b64 {$0,$1}, [$2];"
+    return _asm([Int64] * 2, [address], ptx, "=l,=l,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def st_shared_b64(address: Int32, x: Int64, *, loc=None, ip=None):
+    _asm([], [address, x], "st.shared.b64 [$0], $1;", "r,l,~{memory}", True, loc, ip)
 
 
 @dsl_user_op
@@ -132,6 +148,13 @@ def ldmatrix_x4_trans(address: Int32, *, loc=None, ip=None):
     """Four 8x8 matrices of b16, transposed; on FP8 bytes one b16 is two neighbours of a row."""
     ptx = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];"
     return _asm([Int32] * 4, [address], ptx, "=r,=r,=r,=r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def stmatrix_x4_trans(address: Int32, x: Int32, y: Int32, z: Int32, w: Int32, *, loc=None, ip=None):
+    """Four 8x8 matrices of b16, transposed on their way to shared memory."""
+    ptx = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1,$2,$3,$4};"
+    _asm([], [address, x, y, z, w], ptx, "r,r,r,r,r,~{memory}", True, loc, ip)
 
 
 # ---- global memory -------------------------------------------------------------------------
@@ -262,6 +285,18 @@ def exp2(x: Float32, *, loc=None, ip=None):
 @dsl_user_op
 def log2(x: Float32, *, loc=None, ip=None):
     return _asm([Float32], [x], "lg2.approx.ftz.f32 $0, $1;", "=f,f", False, loc, ip)
+
+
+@dsl_user_op
+def fma(x: Float32, y: Float32, z: Float32, *, loc=None, ip=None):
+    return _asm([Float32], [x, y, z], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", False, loc, ip)
+
+
+@dsl_user_op
+def mul_pair(word: Int32, factor: Float32, kind: str, *, loc=None, ip=None):
+    """Two f16 or bf16 (``kind``) times ``factor``, which is rounded to that type first."""
+    ptx = f"{{ .reg .b32 f; cvt.rn.{kind}x2.f32 f, $2, $2; mul.rn.{kind}x2 $0, $1, f; }}"
+    return _asm([Int32], [word, factor], ptx, "=r,r,f", False, loc, ip)
 
 
 @dsl_user_op

@@ -216,8 +216,9 @@ def _from_lane(x: Any, lane: Any) -> int:
     return int(np.broadcast_to(_values(x), (WARP,))[int(lane) % WARP])
 
 
-def _up_or_zero(x: Lanes, distance: int) -> Lanes:
-    return Lanes(np.concatenate([np.zeros(distance, dtype=np.int64), x.values[:-distance]]))
+def _up_or_zero(x: Any, distance: int) -> Lanes:
+    values = np.broadcast_to(_values(x), (WARP,))
+    return Lanes(np.concatenate([np.zeros(distance, dtype=np.int64), values[:-distance]]))
 
 
 _NAMES = {

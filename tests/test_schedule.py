@@ -71,7 +71,8 @@ class Batch:
     def shape(self) -> Any:
         magic = -(-(1 << 32) // self.group)
         heads = (self.kv_heads, self.group, magic)
-        return plan.Shape(len(self.kv_lens), *heads, self.left, self.right, self.min_tiles)
+        limits = (self.left, self.right, self.min_tiles, plan.UNLIMITED)
+        return plan.Shape(len(self.kv_lens), *heads, *limits)
 
     @cached_property
     def lengths(self) -> Any:

@@ -29,7 +29,7 @@ _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Arguments that other engines' functions of this name have and that are not implemented here.
 # They pass with a neutral value.
-_OTHER_ARGUMENTS = frozenset(
+OTHER_ARGUMENTS = frozenset(
     {
         "alibi_slopes",
         "attention_chunk",
@@ -194,7 +194,7 @@ def _describe(x: object) -> str:
 
 def _check_others(others: dict[str, Any]) -> None:
     for name, value in others.items():
-        if name not in _OTHER_ARGUMENTS:
+        if name not in OTHER_ARGUMENTS:
             raise TypeError(f"flash_attn_varlen_func: unexpected keyword argument {name!r}")
         # A tensor is never neutral: to compare it would read it from the device.
         if value is None or (isinstance(value, (int, float)) and value == 0):

@@ -8,12 +8,14 @@ than the launch); traced calls (torch.compile, export, fake tensors) go through 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
+from cute_kernels.attention import route_sm90
 from cute_kernels.attention.arguments import AttentionProblem, validate
-from cute_kernels.attention.decode_sm90 import op as decode_sm90
+from cute_kernels.attention.prepared import PREPARED, launch_again, say_nothing
 from cute_kernels.reference.attention import attention_reference
 
 
@@ -86,16 +88,32 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
 
     On CUDA the call does not synchronise, reads no device tensor on the host and can be captured
     in a graph (call once before, so that the kernel is compiled); a replay serves other lengths
-    within the captured maxima. What no kernel here covers (q-dtype KV, head sizes other than 64,
-    128, 256, 512, block sizes that are no multiple of 16, deterministic=True, GPUs other than
-    SM90) runs the torch reference instead, slowly and with a host synchronisation, and warns once
-    with the reason; under capture it raises.
+    within the captured maxima. What no kernel here covers (head sizes other than 64, 128, 256 and,
+    for an FP8 cache, 512; block sizes that are no multiple of 16; GPUs other than SM90) runs the
+    torch reference instead, slowly and with a host synchronisation, and warns once with the
+    reason; under capture it raises.
 
     Raises:
         ValueError: an argument that cannot be right; the message says what was given and what is
             accepted.
         NotImplementedError: an argument of other engines' functions that is not implemented.
     """
+    key = None
+    if k_block_scale is None and v_block_scale is None and (not others or say_nothing(others)):
+        tensors = (
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, k_descale, v_descale,
+            s_aux, out,
+        )  # fmt: skip
+        key, launch = PREPARED.find(
+            tensors,
+            (max_seqlen_q, max_seqlen_k),
+            (softmax_scale, causal, window_size, softcap, return_softmax_lse, num_splits,
+             deterministic, fa_version),
+        )  # fmt: skip
+        if launch is not None:
+            result = launch_again(launch, tensors, return_softmax_lse)
+            if result is not None:
+                return result
     problem = validate(
         q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
@@ -106,13 +124,18 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
     )  # fmt: skip
     if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
         return _traced(problem, max_seqlen_q, max_seqlen_k)
-    return run(problem)
+    return run(problem, key if problem.sinks is s_aux else None)
 
 
-def run(problem: AttentionProblem) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Serve a validated problem: the kernel that can, else the torch reference."""
+def run(
+    problem: AttentionProblem, key: Hashable | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Serve a validated problem: the kernel that can, else the torch reference.
+
+    key: where to keep the launch for calls like this one, see prepared.py; None: nowhere.
+    """
     q = problem.q
-    reason = decode_sm90.can_run(problem)
+    reason = route_sm90.can_run(problem)
     if reason is not None:
         return _run_reference(problem, reason)
     out = (
@@ -122,7 +145,9 @@ def run(problem: AttentionProblem) -> torch.Tensor | tuple[torch.Tensor, torch.T
     if problem.return_lse:
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     if q.numel() and problem.cu_seqlens_q.shape[0] > 1:
-        decode_sm90.run(problem, out, lse)
+        route_sm90.run(problem, out, lse)
+        if key is not None:
+            PREPARED.keep(key, route_sm90.prepare(problem, out))
     return out if lse is None else (out, lse)
 
 

@@ -98,3 +98,23 @@ def test_threads_on_the_per_thread_stream_do_not_share(arena):
     for thread in threads:
         thread.join()
     assert not overlap(*slices)
+
+
+def test_workspace_is_a_streams_own_and_grows(cuda, monkeypatch):
+    monkeypatch.setattr(counters, "_WORKSPACES", {})
+    device = torch.device("cpu")
+    first = counters.workspace_for(device, 7, 100)
+    assert first.dtype is torch.float32 and first.shape == (100,)
+    assert counters.workspace_for(device, 7, 50) is first
+    assert counters.workspace_for(device, 8, 100) is not first
+    assert counters.workspace_for(device, 7, 200).shape == (200,)
+    assert len(counters._WORKSPACES) == 2
+
+
+def test_a_recorded_call_leaves_its_workspace_to_the_graph(cuda, monkeypatch):
+    monkeypatch.setattr(counters, "_WORKSPACES", {})
+    eager = counters.workspace_for(torch.device("cpu"), 7, 100)
+    cuda.capturing = True
+    recorded = [counters.workspace_for(torch.device("cpu"), 7, 100) for _ in range(2)]
+    assert recorded[0] is not recorded[1] and all(x is not eager for x in recorded)
+    assert [id(x) for x in counters._WORKSPACES.values()] == [id(eager)]

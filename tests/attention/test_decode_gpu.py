@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import resource
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -164,3 +167,35 @@ def test_no_host_synchronisation():
         flash_attn_varlen_func(**inputs)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_calls_alike_but_for_their_addresses():
+    """The second call of a kind launches without being looked at: with its own operands, on its own
+    stream."""
+    case = AttentionCase(id="again", kv_lens=(900, 64, 5000), q_lens=(1,) * 3, sinks=True)
+    first = make_inputs(case, "cuda")
+    others = [make_inputs(replace(case, seed=seed), "cuda") for seed in (1, 2)]
+    check(first)
+    for inputs in (*others, first, others[0]):
+        check(inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        check(others[1])
+    stream.synchronize()
+
+
+def test_many_calls_leave_memory_and_threads_as_they_are():
+    inputs = make_inputs(AttentionCase(id="many", kv_lens=(900, 64), q_lens=(1, 1)), "cuda")
+    inputs["out"] = torch.empty_like(inputs["q"])
+    for _ in range(100):
+        flash_attn_varlen_func(**inputs)
+    torch.cuda.synchronize()
+    threads, device = threading.active_count(), torch.cuda.memory_allocated()
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(100_000):
+        flash_attn_varlen_func(**inputs)
+    torch.cuda.synchronize()
+    assert threading.active_count() == threads
+    assert torch.cuda.memory_allocated() == device
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host < 4096, "KiB"

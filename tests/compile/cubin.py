@@ -34,10 +34,16 @@ class Usage:
 
 @dataclass(frozen=True)
 class Code:
-    """Instructions of a kernel: how often each opcode occurs, and the SHA-256 of their text."""
+    """Instructions of a kernel: how often each opcode occurs, and the SHA-256 of their text.
+
+    arrivals: at mbarriers, by threads that bring no bytes; unfenced: those of them that follow a
+    wide load from shared memory with no proxy fence between.
+    """
 
     opcodes: dict[str, int]
     sha256: str
+    arrivals: int
+    unfenced: int
 
     def count(self, opcode: str) -> int:
         """Occurrences of an opcode, whatever its modifiers (".")."""
@@ -90,6 +96,8 @@ def code(cubin: Path) -> dict[str, Code]:
 def parse(instructions: list[str]) -> Code:
     """The code that disassembled instructions, one a string, make up."""
     opcodes: Counter[str] = Counter()
+    arrivals = unfenced = 0
+    reading = False
     for instruction in instructions:
         text = re.sub(r"^@!?U?P\w+\s+", "", instruction)
         opcode = text.split(maxsplit=1)[0]
@@ -98,8 +106,16 @@ def parse(instructions: list[str]) -> Code:
             operand = "register" if re.match(r"\S+ R\d+, R\d+,", text) else "shared"
             opcode = opcode.replace("HGMMA", f"HGMMA.A_{operand}", 1)
         opcodes[opcode] += 1
+        if opcode.startswith(("LDSM", "LDS.128")):
+            reading = True
+        elif opcode.startswith("FENCE.VIEW.ASYNC"):
+            reading = False
+        elif opcode.startswith("SYNCS.ARRIVE") and opcode.endswith("A1T0"):
+            arrivals += 1
+            unfenced += reading
     text = "\n".join(instructions)
-    return Code(dict(sorted(opcodes.items())), hashlib.sha256(text.encode()).hexdigest())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Code(dict(sorted(opcodes.items())), digest, arrivals, unfenced)
 
 
 def ptxas_release(cubin: Path) -> str:

@@ -84,3 +84,17 @@ def test_the_tools_run(name):
 def test_a_missing_tool_is_an_error():
     with pytest.raises(ModuleNotFoundError):
         cubin.tool("no-such-tool")
+
+
+def test_an_arrival_behind_an_unfenced_load_is_counted():
+    load, fence = "LDSM.16.MT88.4 R4, [R2]", "FENCE.VIEW.ASYNC.S"
+    arrive = "@!P1 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R3+URZ+0x80], RZ"
+    with_bytes = "@P0 SYNCS.ARRIVE.TRANS64 RZ, [UR22+0x80], R8"
+    for text, wanted in (
+        ([load, arrive], (1, 1)),
+        ([load, fence, arrive], (1, 0)),
+        ([load, fence, "LDS.128 R8, [R2]", arrive, fence, arrive], (2, 1)),
+        ([load, with_bytes], (0, 0)),
+    ):
+        code = cubin.parse(text)
+        assert (code.arrivals, code.unfenced) == wanted

@@ -93,6 +93,14 @@ def test_instructions(report, config):
         assert count(opcodes, "HGMMA") == 0
 
 
+@over(TABLE)
+def test_a_slot_is_handed_back_behind_a_fence(report, config):
+    """Without it the arrival is issued right behind the loads, and TMA may overtake them."""
+    variant = compiled(report, config)
+    assert variant["arrivals"] == 2 * config.step_tiles
+    assert variant["unfenced"] == 0
+
+
 @over([config for config in TABLE if wants_remarks(config)])
 def test_the_assembler_has_no_complaint(report, config):
     """C7508: setmaxnreg ignored. C7512: each wgmma waits for the one before."""

@@ -1,10 +1,13 @@
-"""Counters that are zero between launches: device memory that kernels share with nobody.
+"""Device memory that a launch shares with no other: counters, zero between launches, and workspace.
 
 A kernel whose CTAs wait for each other counts arrivals in global memory and clears the counters
 itself. They must be zero before the first launch, and two launches that can run at the same time
 must not share them. So each (device, stream) has its own slice for eager calls, and each call
 recorded in a CUDA graph gets a slice of its own that is never handed out again: graphs captured on
 one stream may be replayed on several.
+
+Workspace holds nothing between launches, so a stream's launches use one piece of memory in turn. A
+graph has its own, from its own pool.
 """
 
 from __future__ import annotations
@@ -67,3 +70,20 @@ def counters_for(device: torch.device, stream: int, count: int) -> torch.Tensor:
     if arena is None:
         arena = _ARENAS.setdefault(device.index, CounterArena(device))
     return arena.slice_for(stream, count)
+
+
+_WORKSPACES: dict[tuple[int, int, int], torch.Tensor] = {}
+
+
+def workspace_for(device: torch.device, stream: int, elements: int) -> torch.Tensor:
+    """At least ``elements`` float32, of any contents, for one launch on the raw stream handle."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.empty(elements, dtype=torch.float32, device=device)
+    thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+    key = (device.index, stream, thread)
+    workspace = _WORKSPACES.get(key)
+    if workspace is None or workspace.shape[0] < elements:
+        # The old one, if any, goes back to the allocator, which knows that this stream used it.
+        workspace = torch.empty(elements, dtype=torch.float32, device=device)
+        _WORKSPACES[key] = workspace
+    return workspace

@@ -46,6 +46,7 @@ class Shape(NamedTuple):
     group: query heads per KV head; group_magic: ceil(2^32 / group), for an exact division.
     window_left, window_right: visible keys beside a row's own position, ``UNLIMITED`` for all.
     min_tiles: a CTA takes at least as many tiles, if it takes part at all.
+    max_rows: sequences of more packed rows are left to another kernel.
     """
 
     batch: Int32
@@ -55,10 +56,14 @@ class Shape(NamedTuple):
     window_left: Int32
     window_right: Int32
     min_tiles: Int32
+    max_rows: Int32
 
 
 class Sequence(NamedTuple):
-    """One sequence: first query token, query tokens, keys, first key tile, tiles, chunks."""
+    """One sequence: first query token, query tokens, keys, first key tile, tiles, chunks.
+
+    No chunks: it has no queries, or they are another kernel's.
+    """
 
     q_start: Int32
     q_len: Int32
@@ -96,6 +101,8 @@ def sequence(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr) 
     first_tile = lowest >> TILE_SHIFT
     tiles = cutlass.max(((used + (TILE_TOKENS - 1)) >> TILE_SHIFT) - first_tile, Int32(0))
     chunks = (q_len * shape.group + (rows - 1)) >> (rows.bit_length() - 1)
+    if q_len * shape.group > shape.max_rows:
+        chunks = Int32(0)
     return Sequence(q_start, q_len, used, first_tile, tiles, chunks)
 
 
@@ -168,7 +175,7 @@ def next_item(segment: Segment, shape: Shape, step: Int32):
 
 
 @cute.jit
-def _inclusive_scan(x: Int32, lane: Int32) -> Int32:
+def inclusive_scan(x: Int32, lane: Int32) -> Int32:
     for step in cutlass.range_constexpr(5):
         x = x + dsl.shuffle_up_or_zero(x, Int32(1 << step))
     return x
@@ -282,7 +289,7 @@ def stretch_of_cta(
     searching = count
     while (base < shape.batch) & (searching > 0):
         work, tiles = _work(lengths, shape, base + lane, rows)
-        end = line + _inclusive_scan(work, lane)
+        end = line + inclusive_scan(work, lane)
         owner = dsl.count_le(end, begin)
         owner_lane = cutlass.min(owner, Int32(31))
         owner_tiles = dsl.shuffle_from_lane(tiles, owner_lane)

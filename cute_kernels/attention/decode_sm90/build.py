@@ -30,26 +30,28 @@ def _pointer(element, alignment: int):
     return make_ptr(element, alignment, cute.AddressSpace.gmem, assumed_align=alignment)
 
 
-def _zeros(group):
+def addresses(group, q_type):
+    """A NamedTuple of operand addresses, each of its operand's type and alignment."""
+    pointees = {**_POINTEES, "q": (q_type, 16), "out": (q_type, 4)}
+    return group(**{name: _pointer(*pointees[name]) for name in group._fields})
+
+
+def zeros(group):
     """A NamedTuple of numbers, each of its annotated type (values do not matter for compiling)."""
     return group(*(kind(1) for kind in get_type_hints(group).values()))
 
 
 def compile_decode(config: DecodeConfig, options: str):
     """The compiled launch function; ``options`` are cute.compile's (architecture, TVM-FFI)."""
-    q_type = definition.Q_TYPES[config.q_dtype]
-    pointees = {**_POINTEES, "q": (q_type, 16), "out": (q_type, 4)}
-    addresses = definition.Addresses(
-        **{name: _pointer(*pointees[name]) for name in definition.Addresses._fields}
-    )
+    operands = addresses(definition.Addresses, definition.Q_TYPES[config.q_dtype])
     workspace = make_fake_compact_tensor(Float32, (cute.sym_int64(),), assumed_align=16)
     return cute.compile(
         definition.DecodeSm90(config),
         workspace,
-        addresses,
-        _zeros(definition.Strides),
-        _zeros(definition.Sizes),
-        _zeros(definition.Scalars),
+        operands,
+        zeros(definition.Strides),
+        zeros(definition.Sizes),
+        zeros(definition.Scalars),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )

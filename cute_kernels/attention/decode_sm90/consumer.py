@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels import dsl
+from cute_kernels.attention.common.launch import Scales
 from cute_kernels.attention.common.output import Output, Partial
 from cute_kernels.attention.common.tile_schedule import (
     Chunk,
@@ -25,15 +26,6 @@ from cute_kernels.attention.decode_sm90.epilogue import Epilogue
 from cute_kernels.attention.decode_sm90.fixup import Fixup
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
 from cute_kernels.attention.decode_sm90.tile_math import TileMath
-
-
-class Scales(NamedTuple):
-    """mK, mV (batch, kv_heads) float32 descales, address 0 for 1; the softmax scale; softcap."""
-
-    mK: cute.Tensor
-    mV: cute.Tensor
-    softmax_scale: Float32
-    softcap: Float32
 
 
 class Position(NamedTuple):

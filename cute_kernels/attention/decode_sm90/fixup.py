@@ -266,7 +266,7 @@ class Fixup(ConsumerLane):
         for b in cutlass.range(cta, self.shape.batch, ctas, unroll=1):
             seq = sequence(lengths, self.shape, b, self.config.rows)
             blocks = seq.q_len * heads * (self.config.head_size // 4)
-            if seq.tiles > 0:
+            if (seq.tiles > 0) | (seq.chunks == 0):
                 blocks = Int32(0)
             for block in cutlass.range(self.tid, blocks, WARPGROUP_THREADS, unroll=1):
                 row = block // (self.config.head_size // 4)

@@ -19,6 +19,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from cute_kernels.attention.common import launch
+from cute_kernels.attention.common.launch import Scales, Sizes, Strides
 from cute_kernels.attention.common.output import Output, Partial
 from cute_kernels.attention.common.tile_schedule import (
     Lengths,
@@ -30,7 +32,7 @@ from cute_kernels.attention.decode_sm90.config import (
     TILE_TOKENS,
     DecodeConfig,
 )
-from cute_kernels.attention.decode_sm90.consumer import Consumer, Scales
+from cute_kernels.attention.decode_sm90.consumer import Consumer
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerSmem
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import (
@@ -64,46 +66,11 @@ class Addresses(NamedTuple):
     counters: cute.Pointer
 
 
-class Strides(NamedTuple):
-    """In elements; K and V in bytes."""
-
-    q_token: Int64
-    q_head: Int64
-    k_page: Int64
-    k_token: Int64
-    k_head: Int64
-    v_page: Int64
-    v_token: Int64
-    v_head: Int64
-    out_token: Int64
-    out_head: Int64
-    k_descale_batch: Int64
-    k_descale_head: Int64
-    v_descale_batch: Int64
-    v_descale_head: Int64
-    table_batch: Int64
-
-
-class Sizes(NamedTuple):
-    """batch sequences, total_q tokens, kv_heads, group; the cache's pages and page_size.
-
-    paged and has_used say which length and page operands are present.
-    """
-
-    batch: Int32
-    total_q: Int32
-    kv_heads: Int32
-    group: Int32
-    group_magic: Int64
-    pages: Int32
-    page_size: Int32
-    table_width: Int32
-    paged: Int32
-    has_used: Int32
-
-
 class Scalars(NamedTuple):
-    """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid."""
+    """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid.
+
+    max_rows: sequences of more packed rows are not written.
+    """
 
     softmax_scale: Float32
     softcap: Float32
@@ -111,6 +78,7 @@ class Scalars(NamedTuple):
     window_right: Int32
     ctas: Int32
     min_tiles: Int32
+    max_rows: Int32
 
 
 class DecodeSm90:
@@ -118,30 +86,6 @@ class DecodeSm90:
         self.config = config
         self.layout = TileLayout(config)
         self.q_type = Q_TYPES[config.q_dtype]
-
-    def _cache_tensor(self, pointer, sizes: Sizes, strides) -> cute.Tensor:
-        """(elements of a column block, tokens of a page, column blocks, heads, pages), bytes."""
-        layout = self.layout
-        shape = (layout.row_bytes, sizes.page_size, layout.blocks, sizes.kv_heads, sizes.pages)
-        page, token, head = strides
-        return cute.make_tensor(
-            pointer, cute.make_layout(shape, stride=(1, token, layout.row_bytes, head, page))
-        )
-
-    def _tma(self, pointer, sizes: Sizes, strides) -> TmaOperand:
-        layout = self.layout
-        box = (layout.row_bytes, layout.box_tokens, layout.blocks)
-        smem = cute.make_composed_layout(
-            cute.make_swizzle(3 if layout.row_bytes == 128 else 2, 4, 3),
-            0,
-            cute.make_layout(box, stride=(1, layout.row_bytes, layout.block_bytes)),
-        )
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            self._cache_tensor(pointer, sizes, strides),
-            smem,
-            box,
-        )
 
     @cute.jit
     def __call__(
@@ -154,41 +98,12 @@ class DecodeSm90:
         stream,
     ):
         config, D = self.config, self.config.head_size
-        heads = sizes.kv_heads * sizes.group
-        token_shape = (sizes.total_q, heads, D)
-        k_strides = (strides.k_page, strides.k_token, strides.k_head)
-        v_strides = (strides.v_page, strides.v_token, strides.v_head)
-        k = self._tma(at.k, sizes, k_strides)
-        v = self._tma(at.v, sizes, v_strides)
-        mQ = cute.make_tensor(
-            at.q, cute.make_layout(token_shape, stride=(strides.q_token, strides.q_head, 1))
-        )
-        output = Output(
-            cute.make_tensor(
-                at.out,
-                cute.make_layout(token_shape, stride=(strides.out_token, strides.out_head, 1)),
-            ),
-            cute.make_tensor(
-                at.lse,
-                cute.make_layout((heads, sizes.total_q), stride=(Int64(sizes.total_q), 1)),
-            ),
-            cute.make_tensor(at.sinks, cute.make_layout(heads)),
-        )
-        per_head = (sizes.batch, sizes.kv_heads)
-        k_scale_strides = (strides.k_descale_batch, strides.k_descale_head)
-        v_scale_strides = (strides.v_descale_batch, strides.v_descale_head)
-        scales = Scales(
-            cute.make_tensor(at.k_descale, cute.make_layout(per_head, stride=k_scale_strides)),
-            cute.make_tensor(at.v_descale, cute.make_layout(per_head, stride=v_scale_strides)),
-            scalars.softmax_scale,
-            scalars.softcap,
-        )
-        lengths = Lengths(
-            cute.make_tensor(at.cu_q, cute.make_layout(sizes.batch + 1)),
-            cute.make_tensor(at.used_k, cute.make_layout(sizes.batch)),
-            cute.make_tensor(at.cu_k, cute.make_layout(sizes.batch + 1)),
-            sizes.has_used,
-        )
+        k, v = launch.cache_operands(at, strides, sizes, self.layout, D)
+        mQ = launch.queries(at, strides, sizes, D)
+        output = launch.outputs(at, strides, sizes, D)
+        scales = launch.scales(at, strides, sizes, scalars.softmax_scale, scalars.softcap)
+        mCuQ = cute.make_tensor(at.cu_q, cute.make_layout(sizes.batch + 1))
+        lengths = launch.lengths(at, mCuQ, sizes)
         shape = Shape(
             sizes.batch,
             sizes.kv_heads,
@@ -197,16 +112,9 @@ class DecodeSm90:
             scalars.window_left,
             scalars.window_right,
             scalars.min_tiles,
+            scalars.max_rows,
         )
-        source = PagedSource(
-            cute.make_tensor(
-                at.table,
-                cute.make_layout((sizes.batch, sizes.table_width), stride=(strides.table_batch, 1)),
-            ),
-            sizes.table_width,
-            sizes.page_size,
-            sizes.paged,
-        )
+        source = launch.pages(at, strides, sizes)
         partial = self._workspace(mWorkspace, at.counters, scalars.ctas)
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(

@@ -134,6 +134,13 @@ class ConsumerLane:
 
     @cute.jit
     def release(self, slot: Int32):
+        """Hand a slot back to the producer.
+
+        The fence orders the warp's reads before the TMA that reuses the slot. An arrival alone does
+        not: it is issued right behind the loads and may overtake them (in the prefill kernel TMA
+        overwrote values before ``ldmatrix`` had read them; H200, all SMs at work).
+        """
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if self.lane == 0:
             cute.arch.mbarrier_arrive(self.ring.empty + slot)

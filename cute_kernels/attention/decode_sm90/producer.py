@@ -49,27 +49,23 @@ class Ring(NamedTuple):
 
 
 class Producer:
+    cache_policy = EVICT_FIRST
+
     def __init__(self, config: DecodeConfig, lengths: Lengths, shape: Shape, source: PagedSource):
         self.config = config
         self.layout = TileLayout(config)
         self.lengths, self.shape, self.source = lengths, shape, source
 
-    def ring_boxes(self, ring: Ring) -> cute.Tensor:
-        """The ring as (elements of a box, boxes of a tile, slots)."""
-        config, layout = self.config, self.layout
+    def ring_boxes(self, base: cute.Pointer, slots: int, slot_bytes: int) -> cute.Tensor:
+        """A ring as (elements of a box, boxes of a slot, slots)."""
+        layout = self.layout
         swizzle = cute.make_swizzle(3 if layout.row_bytes == 128 else 2, 4, 3)
-        slots = cute.make_layout(
-            (layout.row_bytes, layout.box_tokens, layout.blocks, layout.boxes, config.stages),
-            stride=(
-                1,
-                layout.row_bytes,
-                layout.block_bytes,
-                layout.box_bytes,
-                config.stage_bytes,
-            ),
+        tile = cute.make_layout(
+            (layout.row_bytes, layout.box_tokens, layout.blocks, layout.boxes, slots),
+            stride=(1, layout.row_bytes, layout.block_bytes, layout.box_bytes, slot_bytes),
         )
-        pointer = cute.recast_ptr(ring.base, swizzle, dtype=Uint8)
-        return cute.group_modes(cute.make_tensor(pointer, slots), 0, 3)
+        pointer = cute.recast_ptr(base, swizzle, dtype=Uint8)
+        return cute.group_modes(cute.make_tensor(pointer, tile), 0, 3)
 
     @cute.jit
     def load_box(
@@ -80,10 +76,12 @@ class Producer:
         head: Int32,
         page: Int32,
         full: cute.Pointer,
+        block: cutlass.Constexpr = 0,
     ):
+        """Tokens from ``token`` on, column blocks from ``block`` on."""
         layout = self.layout
         box = (layout.row_bytes, layout.box_tokens, layout.blocks)
-        gPage = cute.domain_offset((0, token, 0), operand.mCache[None, None, None, head, page])
+        gPage = cute.domain_offset((0, token, block), operand.mCache[None, None, None, head, page])
         gBox = cute.local_tile(gPage, box, (0, 0, 0))
         s, g = cpasync.tma_partition(
             operand.atom,
@@ -92,13 +90,13 @@ class Producer:
             cute.group_modes(sBox, 0, 1),
             cute.group_modes(gBox, 0, 3),
         )
-        cute.copy(operand.atom, g, s, tma_bar_ptr=full, cache_policy=Int64(EVICT_FIRST))
+        cute.copy(operand.atom, g, s, tma_bar_ptr=full, cache_policy=Int64(self.cache_policy))
 
     @cute.jit
     def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
         lane = cute.arch.lane_idx()
-        sBoxes = self.ring_boxes(ring)
+        sBoxes = self.ring_boxes(ring.base, config.stages, config.stage_bytes)
         done = Int32(0)
         b, item, tile = stretch.b, stretch.item, stretch.tile
         slot = Int32(0)

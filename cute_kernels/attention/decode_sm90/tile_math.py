@@ -46,12 +46,11 @@ class TileMath(ConsumerLane):
                 address = (base ^ 64) + (p // 2) * layout.block_bytes
             low = dsl.ld_shared_b32x4(address)
             high = dsl.ld_shared_b32x4(address + 8 * layout.row_bytes)
-            if const_expr(p == passes - 1):
-                self.release(slot)
             if const_expr(config.uses_wgmma):
                 self._scores_wgmma(rS, low, high, p)
             else:
                 self._scores_mma(rS, rQ, low, high, p)
+        self.release(slot)
         if const_expr(config.uses_wgmma):
             warpgroup.wait_group(0)
         else:

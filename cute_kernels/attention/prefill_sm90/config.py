@@ -1,0 +1,171 @@
+"""What varies between the compiled variants of the SM90 prefill kernel, and what it accepts.
+
+Import-light: no DSL here, because planners, tests and the registry read these facts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.attention.decode_sm90.config import (
+    BOX_TOKENS,
+    Q_DTYPES,
+    WARPGROUP_THREADS,
+    row_buckets,
+)
+
+# A tile's halves: each consumer warpgroup scores one of them.
+HALF_TOKENS = 64
+TILE_TOKENS = 2 * HALF_TOKENS
+CONSUMER_WARPS = 8
+CONSUMER_THREADS = 2 * WARPGROUP_THREADS
+THREADS = 3 * WARPGROUP_THREADS
+# 65536 registers over 384 threads, in steps of 8: what a thread has before setmaxnreg.
+LAUNCH_REGISTERS = 168
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Compile-time parameters of one variant.
+
+    kv_format: "fp8_e4m3", or q_dtype: K and V in the queries' own type.
+    head_size: elements of one head, one of ``HEAD_SIZES``.
+    rows: packed query rows (GQA group x query tokens) of one CTA, a multiple of 32; the MMA's N.
+    q_dtype: "bf16" or "fp16"; the output has it too.
+    box_tokens: tokens of one TMA box, 64, 32 or 16.
+    k_stages: tiles of K in flight. v_slots: half tiles of V in flight, an even number.
+    score_steps, value_steps: MMA k-steps whose operands are converted before they are issued (of
+        K, at most 4; of V, 2 or 4).
+        (Both 0 where nothing is converted.)
+    overlap: leave a tile's last scores in flight while the values before it are started.
+    consumer_registers: registers of a consumer thread (setmaxnreg).
+    """
+
+    kv_format: str
+    head_size: int
+    rows: int
+    q_dtype: str
+    box_tokens: int
+    k_stages: int
+    v_slots: int
+    score_steps: int
+    value_steps: int
+    overlap: bool
+    consumer_registers: int
+
+    @property
+    def name(self) -> str:
+        return (
+            f"prefill_sm90_{self.kv_format}_d{self.head_size}_r{self.rows}_{self.q_dtype}"
+            f"_box{self.box_tokens}"
+        )
+
+    @property
+    def producer_registers(self) -> int:
+        """What the producer warpgroup keeps when it gives its registers to the consumers."""
+        return 3 * LAUNCH_REGISTERS - 2 * self.consumer_registers
+
+    @property
+    def converts(self) -> bool:
+        """Whether K and V are converted (to fp16) on their way to the MMA."""
+        return self.kv_format == "fp8_e4m3"
+
+    @property
+    def mma_dtype(self) -> str:
+        return "fp16" if self.converts else self.q_dtype
+
+    @property
+    def head_bytes(self) -> int:
+        return self.head_size if self.converts else 2 * self.head_size
+
+    @property
+    def half_bytes(self) -> int:
+        """K or V of half a tile: one ring slot."""
+        return HALF_TOKENS * self.head_bytes
+
+    @property
+    def splits_rows(self) -> bool:
+        """O^T of a tile has head_size / 64 blocks of 64 rows. Head size 64 has one, so there the
+        warpgroups share out its columns (query rows) instead."""
+        return self.head_size == 64
+
+    @property
+    def value_blocks(self) -> int:
+        """64-row blocks of O^T that a warpgroup accumulates."""
+        return 1 if self.splits_rows else self.head_size // 128
+
+    @property
+    def value_rows(self) -> int:
+        """Query rows (columns of O^T) that a warpgroup accumulates."""
+        return self.rows // 2 if self.splits_rows else self.rows
+
+
+def smem_bytes(config: PrefillConfig) -> int:
+    """Shared memory of one CTA: what the allocator will ask for."""
+    rows = config.rows
+    ring = (2 * config.k_stages + config.v_slots) * config.half_bytes
+    queries = rows * config.head_size * 2
+    probabilities = 2 * rows * TILE_TOKENS * 2
+    # maxima of 8 warps; scale and reference of each row; its position; flags
+    tables = rows * (CONSUMER_WARPS * 4 + 8 + 4) + 2 * CONSUMER_WARPS * 4
+    barriers = 2 * 8 * (2 * config.k_stages + config.v_slots) + 2 * 8
+    return ring + queries + probabilities + tables + barriers
+
+
+# head size -> (rows, K stages, V slots, score steps, value steps, overlap, consumer registers).
+# The best of what was tried on an H200; smaller rings and fewer rows are slower.
+_TUNED = {
+    512: (64, 1, 2, 2, 2, True, 232),
+    256: (96, 2, 2, 4, 2, True, 240),
+    128: (128, 2, 4, 4, 4, False, 240),
+    64: (128, 2, 4, 4, 4, False, 240),
+}
+# The same for K and V of 16 bits, chosen by what fits. At head size 512 nothing does: a tile of K
+# alone fills half of the memory.
+_TUNED_16_BITS = {
+    256: (64, 1, 2, 0, 0, False, 240),
+    128: (128, 2, 2, 0, 0, False, 240),
+    64: (128, 2, 4, 0, 0, False, 240),
+}
+
+
+def head_sizes(kv_format: str) -> tuple[int, ...]:
+    """Head sizes that the kernel has for a cache format, ascending."""
+    return tuple(sorted(_tuned(kv_format)))
+
+
+def _tuned(kv_format: str) -> dict[int, tuple[int, int, int, int, int, bool, int]]:
+    return _TUNED if kv_format == "fp8_e4m3" else _TUNED_16_BITS
+
+
+def rows_of(head_size: int, kv_format: str = "fp8_e4m3") -> int:
+    """Packed query rows of one CTA."""
+    return _tuned(kv_format)[head_size][0]
+
+
+def decode_rows(head_size: int) -> int:
+    """Sequences with at most so many packed rows are the decode kernel's."""
+    return row_buckets(head_size)[-1]
+
+
+def make_config(
+    head_size: int, q_dtype: str, box_tokens: int, kv_format: str = "fp8_e4m3"
+) -> PrefillConfig:
+    """The tuned variant for a head size, query dtype, TMA box and cache format."""
+    tuned = _tuned(kv_format)[head_size]
+    rows, k_stages, v_slots, score_steps, value_steps, overlap, registers = tuned
+    return PrefillConfig(
+        kv_format, head_size, rows, q_dtype, box_tokens, k_stages, v_slots, score_steps,
+        value_steps, overlap, registers,
+    )  # fmt: skip
+
+
+def support_table() -> list[PrefillConfig]:
+    """Every variant that the public function can ask for."""
+    return [
+        make_config(head_size, q_dtype, box, kv_format)
+        for q_dtype in Q_DTYPES
+        for kv_format in ("fp8_e4m3", q_dtype)
+        for head_size in head_sizes(kv_format)
+        for box in BOX_TOKENS
+    ]

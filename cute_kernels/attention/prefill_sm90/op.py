@@ -1,0 +1,122 @@
+"""Host side of the SM90 prefill kernel: can it run a problem, and launching it.
+
+No DSL import at module level: ``can_run`` serves planners and CPU-only machines too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from cute_kernels.arch import current_device, device_arch
+from cute_kernels.attention.arguments import AttentionProblem
+from cute_kernels.attention.common.operands import (
+    UNLIMITED,
+    address_of,
+    aligned_output,
+    aligned_queries,
+    cache_obstacle,
+    operand_sizes,
+    operand_strides,
+    some_keys,
+)
+from cute_kernels.attention.decode_sm90.config import box_tokens_for_page
+from cute_kernels.attention.prefill_sm90.config import (
+    HALF_TOKENS,
+    PrefillConfig,
+    head_sizes,
+    make_config,
+    rows_of,
+)
+from cute_kernels.compile.obtain import launcher
+from cute_kernels.compile.plans import CompileUnit
+
+_FORMAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8_e4m3"}
+_INT32_MAX = 2**31 - 1
+
+
+def compiled(config: PrefillConfig, target: str):
+    """The launch function of a variant for an architecture: built ahead, or compiled here."""
+    return launcher(CompileUnit("prefill_sm90", config, target))
+
+
+def can_run(problem: AttentionProblem) -> str | None:
+    """Why the kernel cannot serve this problem, or None; reads shapes and strides only."""
+    q, k = problem.q, problem.k
+    if q.device.type != "cuda":
+        return f"tensors are on {q.device.type}, the kernel runs on cuda"
+    capability = device_arch(q.device.index).capability
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}, the kernel is for 9.0"
+    total_q, heads, head_size = q.shape
+    sizes = head_sizes(_FORMAT_NAMES[k.dtype])
+    if head_size not in sizes:
+        return f"head size {head_size}, for a {k.dtype} cache the kernel has {sizes}"
+    obstacle = cache_obstacle(problem)
+    if obstacle is not None:
+        return obstacle
+    group = heads // k.shape[-2]
+    if total_q * group * group > _INT32_MAX or item_bound(problem) > _INT32_MAX:
+        return f"{total_q} query tokens in groups of {group} heads are too many to count in 32 bits"
+    return None
+
+
+def item_bound(problem: AttentionProblem) -> int:
+    """Upper bound of the work items (chunks of rows x KV heads) of a batch."""
+    total_q, heads, head_size = problem.q.shape
+    kv_heads = problem.k.shape[-2]
+    batch = problem.cu_seqlens_q.shape[0] - 1
+    rows = total_q * (heads // kv_heads)
+    return min(rows, rows // rows_of(head_size, _FORMAT_NAMES[problem.k.dtype]) + batch) * kv_heads
+
+
+def run(
+    problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None, skip_rows: int = 0
+) -> None:
+    """Launch on q's device and the current stream: no host synchronisation, graph-capturable.
+
+    Writes ``out`` (q's shape and dtype) and, unless None, ``lse`` (Hq, total_q) float32. Rows of
+    tokens past cu_seqlens_q[-1] are left as they are, and so are those of sequences with at most
+    ``skip_rows`` packed rows (query tokens x GQA group).
+    """
+    index = problem.q.device.index
+    if index == current_device():
+        _launch(problem, out, lse, index, skip_rows)
+    else:
+        with torch.cuda.device(index):
+            _launch(problem, out, lse, index, skip_rows)
+
+
+def _launch(problem: AttentionProblem, out, lse, index: int, skip_rows: int) -> None:
+    p = problem
+    q, target_out = aligned_queries(p.q), aligned_output(out)
+    k, v = some_keys(p, HALF_TOKENS)
+    page_size = None if p.block_table is None else k.shape[1]
+    config = _config(q.shape[2], q.dtype, k.dtype, page_size)
+    addresses = (q, k, v, target_out, lse, p.sinks, p.k_descale, p.v_descale,
+                 p.seqused_k, p.cu_seqlens_k, p.block_table)  # fmt: skip
+    compiled(config, device_arch(index).target)(
+        p.cu_seqlens_q,
+        tuple(map(address_of, addresses)),
+        operand_strides(p, q, k, v, target_out),
+        operand_sizes(p, k),
+        (
+            p.softmax_scale,
+            p.softcap,
+            UNLIMITED if p.window_left < 0 else p.window_left,
+            UNLIMITED if p.window_right < 0 else p.window_right,
+            skip_rows,
+            item_bound(p),
+        ),
+    )
+    if target_out is not out:
+        out.copy_(target_out)
+
+
+@cache
+def _config(
+    head_size: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int | None
+) -> PrefillConfig:
+    box = HALF_TOKENS if page_size is None else box_tokens_for_page(page_size)
+    return make_config(head_size, _FORMAT_NAMES[q_dtype], box, _FORMAT_NAMES[kv_dtype])

@@ -1,0 +1,102 @@
+"""Which SM90 kernel serves which sequences of a call: host arithmetic on the call's bounds.
+
+Few packed rows (query tokens x GQA group) are the decode kernel's work: it deals the keys of one
+sequence to many CTAs. Many rows are the prefill kernel's: one CTA walks all keys of a chunk of rows
+at the tensor cores' speed. The lengths are on the device, so where a batch may hold both kinds both
+kernels are launched, and each skips the other's sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.arch import device_arch
+from cute_kernels.attention.arguments import AttentionProblem
+from cute_kernels.attention.common.operands import UNLIMITED
+from cute_kernels.attention.decode_sm90 import op as decode_sm90
+from cute_kernels.attention.prefill_sm90 import op as prefill_sm90
+from cute_kernels.attention.prefill_sm90.config import decode_rows, rows_of
+
+# With fewer items than this part of the SMs the prefill kernel, one item an SM, is slower than the
+# decode kernel, which uses all SMs at a third of the speed per SM.
+_MIN_ITEMS_PER_SM = 1 / 3
+
+
+class Bounds(NamedTuple):
+    """What the host knows of a call: upper bounds, but for the shapes."""
+
+    batch: int
+    total_q: int
+    max_seqlen_q: int
+    group: int
+    kv_heads: int
+    head_size: int
+    deterministic: bool
+    fp8: bool
+
+
+class Route(NamedTuple):
+    """Sequences of at most ``rows`` packed rows go to the decode kernel, the others to prefill.
+
+    decode, prefill: the kernel may have work, so it is launched.
+    """
+
+    decode: bool
+    prefill: bool
+    rows: int
+
+
+def route(bounds: Bounds, sm_count: int) -> Route:
+    """Choose from bounds alone: a captured graph serves any lengths within them."""
+    if bounds.deterministic or not bounds.fp8:
+        # The decode kernel's splits follow the whole batch, a prefill item is one sequence's; and
+        # only the prefill kernel reads 16-bit caches.
+        return Route(False, True, 0)
+    most = decode_rows(bounds.head_size)
+    items = -(-bounds.total_q * bounds.group // rows_of(bounds.head_size)) * bounds.kv_heads
+    if bounds.max_seqlen_q * bounds.group <= most or items < sm_count * _MIN_ITEMS_PER_SM:
+        return Route(True, False, UNLIMITED)
+    all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
+    return Route(not all_long, True, 0 if all_long else most)
+
+
+def can_run(problem: AttentionProblem) -> str | None:
+    """Why no SM90 kernel can serve this problem, or None; reads shapes and strides only."""
+    if problem.deterministic or problem.k.dtype is not torch.float8_e4m3fn:
+        return prefill_sm90.can_run(problem)
+    return decode_sm90.can_run(problem) or prefill_sm90.can_run(problem)
+
+
+def run(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Launch what the problem needs; see the kernels' ``run``."""
+    chosen = _route_of(problem)
+    if chosen.prefill:
+        prefill_sm90.run(problem, out, lse, chosen.rows)
+    if chosen.decode:
+        decode_sm90.run(problem, out, lse, chosen.rows)
+
+
+def prepare(problem: AttentionProblem, out: torch.Tensor) -> decode_sm90.Launch | None:
+    """The launch that serves such a problem, where it is a single one of the decode kernel."""
+    chosen = _route_of(problem)
+    if chosen.prefill or not chosen.decode:
+        return None
+    return decode_sm90.prepare(problem, out, chosen.rows)
+
+
+def _route_of(problem: AttentionProblem) -> Route:
+    total_q, heads, head_size = problem.q.shape
+    kv_heads = problem.k.shape[-2]
+    bounds = Bounds(
+        problem.cu_seqlens_q.shape[0] - 1,
+        total_q,
+        problem.max_seqlen_q,
+        heads // kv_heads,
+        kv_heads,
+        head_size,
+        problem.deterministic,
+        problem.k.dtype is torch.float8_e4m3fn,
+    )
+    return route(bounds, device_arch(problem.q.device.index).sm_count)

@@ -1,0 +1,144 @@
+"""Prefill attention over a paged FP8 KV cache: ours and the Triton baseline.
+
+    python -m perf.bench_prefill                    every case, table on the terminal
+    python -m perf.bench_prefill --cases D512 --json results.json
+
+Each provider is checked against the float64 reference first; one that is wrong gets no time. Times
+are medians of interleaved rounds of CUDA-graph replays, as in perf.bench_decode. TFLOP/s count the
+(query, key) pairs inside the causal mask, 4 D operations each. The exit status is 1 when a provider
+was wrong or failed.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from perf.bench_decode import check
+from perf.cases import DecodeCase
+from perf.inputs import InputSet, KVPool, make_input_sets
+from perf.providers import PROVIDERS, Provider
+from perf.rows import (
+    OK,
+    Machine,
+    Measurement,
+    describe_machine,
+    make_row,
+    make_workload,
+    write_rows,
+)
+from perf.timing import Call, Contender, calls_per_graph, median_us, time_rotating
+from perf.traffic import ReductionProbe, flops, read_ceilings
+
+# A call computes for milliseconds on what it reads in microseconds: caches hardly matter.
+INPUT_SETS = 2
+
+
+@dataclass(frozen=True)
+class PrefillCase(DecodeCase):
+    """Paged prefill attention: every sequence has `kv_len` keys, its last `q_len` are queries."""
+
+    def workload(self) -> dict[str, Any]:
+        return {**super().workload(), "op": "prefill"}
+
+
+CASES = (
+    PrefillCase(1, 8192, 32, 4, 512, q_len=8192),
+    PrefillCase(4, 4096, 32, 4, 512, q_len=4096),
+    PrefillCase(1, 8192, 32, 16, 256, q_len=8192),
+    PrefillCase(1, 8192, 64, 8, 128, q_len=8192),
+    PrefillCase(1, 32768, 64, 8, 128, q_len=512),
+    PrefillCase(1, 8192, 64, 8, 64, q_len=8192),
+)
+
+
+def _bind_triton(inputs: InputSet) -> Call:
+    from perf.baselines.triton_prefill import run
+
+    return partial(run, inputs)
+
+
+CONTENDERS = (PROVIDERS[0], Provider("triton_baseline", "triton", _bind_triton))
+
+
+def measure(
+    case: PrefillCase, pool: KVPool, rounds: int
+) -> tuple[dict[str, Measurement], dict[str, object]]:
+    """Check, then time, every contender on one case; with the timing part of the workload."""
+    results = check(case, list(CONTENDERS), pool)
+    sets = make_input_sets(case, pool, count=INPUT_SETS)
+    right = [p for p in CONTENDERS if results[p.name].status == OK]
+    if right:
+        contenders = [Contender(p.name, tuple(p.bind(inputs) for inputs in sets)) for p in right]
+        for provider, timing in zip(right, time_rotating(contenders, rounds), strict=True):
+            error = results[provider.name].rel_error
+            results[provider.name] = Measurement(OK, error, timing)
+    method = {
+        "timing": "cuda graph, median",
+        "input_sets": len(sets),
+        "calls_per_graph": calls_per_graph(len(sets)),
+        "rounds": rounds,
+    }
+    return results, method
+
+
+def run(cases: list[PrefillCase], machine: Machine, rounds: int) -> list[dict[str, Any]]:
+    """Rows of all cases and contenders."""
+    rows = []
+    for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
+        pool = KVPool([case], "cuda")
+        ceiling = max(read_ceilings([ReductionProbe(pool.k)], median_us).values())
+        results, method = measure(case, pool, rounds)
+        workload = make_workload(case, machine, method)
+        rows += [
+            make_row(name, case, measurement, workload, machine, ceiling)
+            for name, measurement in results.items()
+        ]
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    work = {case.name: flops(case) for case in CASES}
+    table = Table("case", "provider", "us", "TFLOP/s", "error", "status")
+    for row in rows:
+        median = row["median_us"]
+        rate = "" if median is None else f"{work[row['case']] / median / 1e6:.0f}"
+        error = "" if row["rel_error"] is None else f"{row['rel_error']:.1e}"
+        table.add_row(row["case"], row["provider"], f"{median or ''}", rate, error, row["status"])
+    Console(width=118).print(table)
+
+
+@click.command(help="Time prefill attention over a paged FP8 KV cache: ours and Triton.")
+@click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
+@click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1))
+@click.option("--commit", help="what to record where there is no git repository")
+def main(cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str | None) -> None:
+    wanted = [text.lower() for text in cases]
+    chosen = [
+        case for case in CASES if not wanted or any(text in case.name.lower() for text in wanted)
+    ]
+    if not chosen:
+        raise click.UsageError(f"no case matches; known: {', '.join(c.name for c in CASES)}")
+    if not torch.cuda.is_available():
+        raise click.ClickException("the benchmark needs a CUDA device")
+    command = shlex.join(["python", "-m", "perf.bench_prefill", *sys.argv[1:]])
+    rows = run(chosen, describe_machine(command, commit), rounds)
+    if json_path:
+        write_rows(json_path, rows)
+    print_table(rows)
+    if any(row["status"].startswith(("wrong", "failed")) for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

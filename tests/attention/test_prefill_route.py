@@ -1,0 +1,281 @@
+"""The prefill kernel's host side and plan, without a GPU: budgets, routing, who works on what.
+
+The plan is the kernel's own code, run as Python by tests/lanes.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.arch import DeviceArch
+from cute_kernels.attention.arguments import validate
+from cute_kernels.attention.decode_sm90.config import HEAD_SIZES, SMEM_BYTES_PER_CTA, row_buckets
+from cute_kernels.attention.prefill_sm90 import op
+from cute_kernels.attention.prefill_sm90.config import (
+    HALF_TOKENS,
+    LAUNCH_REGISTERS,
+    TILE_TOKENS,
+    decode_rows,
+    rows_of,
+    smem_bytes,
+    support_table,
+)
+from cute_kernels.attention.route_sm90 import Bounds, Route, route
+from cute_kernels.compile.plans import AttentionWorkload, units_for
+from tests.cases import AttentionCase, make_inputs
+from tests.lanes import Memory, device_functions
+from tests.requires import requires_module
+
+hypothesis = requires_module("hypothesis")
+st = requires_module("hypothesis.strategies")
+
+common = device_functions("cute_kernels/attention/common/tile_schedule.py", TILE_TOKENS=HALF_TOKENS)
+plan = device_functions(
+    "cute_kernels/attention/prefill_sm90/schedule.py",
+    inclusive_scan=common.inclusive_scan,
+    query_token=common.query_token,
+    HALF_TOKENS=HALF_TOKENS,
+    TILE_TOKENS=TILE_TOKENS,
+)
+SM_COUNT = 132
+BF16_CACHE = {"kv_dtype": torch.bfloat16, "scale_kind": "none"}
+
+
+@pytest.mark.parametrize("config", support_table(), ids=lambda config: config.name)
+def test_budgets(config):
+    assert smem_bytes(config) <= SMEM_BYTES_PER_CTA
+    # wgmma takes N in steps of 8, stmatrix stores 16 rows, a warp scales 32 rows at a time
+    assert config.rows % 32 == 0 and config.value_rows % 16 == 0
+    assert config.rows <= 256, "a thread closes a row"
+    registers = 2 * config.consumer_registers + config.producer_registers
+    assert registers == 3 * LAUNCH_REGISTERS
+    assert config.producer_registers >= 24 and config.producer_registers % 8 == 0
+    accumulators = config.value_blocks * config.value_rows // 2
+    assert accumulators + config.rows // 2 + config.rows // 4 < config.consumer_registers
+    assert config.v_slots % 2 == 0
+    if config.converts:
+        assert config.score_steps in (1, 2, 4) and config.value_steps in (2, 4)
+
+
+def test_the_support_table_has_every_variant_once():
+    names = [config.name for config in support_table()]
+    assert len(set(names)) == len(names) == (4 + 3) * 2 * 3
+    assert {config.head_size for config in support_table()} == set(HEAD_SIZES)
+
+
+# ---- routing -----------------------------------------------------------------------------------
+
+
+def bounds_of(**fields: Any) -> Bounds:
+    base = {
+        "batch": 4,
+        "total_q": 4096,
+        "max_seqlen_q": 1024,
+        "group": 8,
+        "kv_heads": 4,
+        "head_size": 128,
+        "deterministic": False,
+        "fp8": True,
+    }
+    return Bounds(**{**base, **fields})
+
+
+def test_decode_batches_take_one_kernel():
+    for head_size in HEAD_SIZES:
+        most = row_buckets(head_size)[-1]
+        bounds = bounds_of(batch=64, total_q=64, max_seqlen_q=most // 8, head_size=head_size)
+        assert route(bounds, SM_COUNT)[:2] == (True, False)
+
+
+def test_long_queries_of_equal_length_take_one_kernel():
+    assert route(bounds_of(), SM_COUNT) == Route(False, True, 0)
+    assert route(bounds_of(batch=1, total_q=8192, max_seqlen_q=8192), SM_COUNT).prefill
+
+
+def test_a_batch_that_may_mix_takes_both_and_they_share_it_out():
+    chosen = route(bounds_of(batch=5), SM_COUNT)
+    assert chosen == Route(True, True, decode_rows(128))
+
+
+def test_few_items_are_left_to_the_kernel_that_splits_keys():
+    bounds = bounds_of(batch=1, total_q=128, max_seqlen_q=128, kv_heads=1)
+    assert route(bounds, SM_COUNT)[:2] == (True, False)
+
+
+def test_batch_invariance_takes_the_kernel_without_splits():
+    for fields in ({}, {"max_seqlen_q": 1, "total_q": 4}, {"kv_heads": 1, "total_q": 8}):
+        assert route(bounds_of(deterministic=True, **fields), SM_COUNT) == Route(False, True, 0)
+        assert route(bounds_of(fp8=False, **fields), SM_COUNT) == Route(False, True, 0)
+
+
+def problem_of(**fields: Any) -> Any:
+    case = AttentionCase(id="route", kv_lens=(70, 300), q_lens=(3, 200), **fields)
+    return validate(**make_inputs(case))
+
+
+def on_a_gpu(monkeypatch, problem: Any, capability=(9, 0)) -> Any:
+    monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch(capability, "sm_90a", 132))
+
+    class OnGpu:
+        device, dtype, shape = torch.device("cuda:0"), problem.q.dtype, problem.q.shape
+
+    return problem._replace(q=OnGpu)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    (
+        ({}, None),
+        ({"page_size": 16, "layout": "HND", "q_dtype": torch.float16}, None),
+        ({"page_size": None}, None),
+        ({"window": (100, 3), "causal": False, "softcap": 20.0, "sinks": True}, None),
+        ({"page_size": 24}, "block size 24"),
+        ({"head_size": 96}, "head size 96"),
+        ({"kv_dtype": torch.bfloat16, "scale_kind": "none"}, None),
+        (
+            {"kv_dtype": torch.bfloat16, "scale_kind": "none", "head_size": 512},
+            "head size 512, for",
+        ),
+    ),
+)
+def test_can_run(monkeypatch, fields, reason):
+    found = op.can_run(on_a_gpu(monkeypatch, problem_of(**fields)))
+    assert found is None if reason is None else found.startswith(reason)
+
+
+def test_can_run_names_the_device(monkeypatch):
+    assert op.can_run(problem_of()).startswith("tensors are on cpu")
+    found = op.can_run(on_a_gpu(monkeypatch, problem_of(), capability=(10, 0)))
+    assert found.startswith("compute capability 10.0")
+
+
+def launched(monkeypatch, inputs: dict, skip_rows: int) -> list[Any]:
+    """What the launch function gets for a call, whose tensors may stay on the CPU for this."""
+    calls = []
+    monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 132))
+    monkeypatch.setattr(op, "compiled", lambda *variant: lambda *args: calls.append(args))
+    problem = validate(**inputs)
+    op._launch(problem, torch.empty_like(problem.q), None, 0, skip_rows)
+    (call,) = calls
+    return list(call)
+
+
+def test_launch_arguments_of_a_paged_call(monkeypatch):
+    case = AttentionCase(
+        id="paged", kv_lens=(70, 300), q_lens=(3, 200), layout="HND", num_q_heads=6
+    )
+    inputs = make_inputs(case)
+    k, v, table = inputs["k"], inputs["v"], inputs["block_table"]
+    offsets, addresses, strides, sizes, scalars = launched(monkeypatch, inputs, 64)
+    assert offsets is inputs["cu_seqlens_q"]
+    assert addresses[:3] == (inputs["q"].data_ptr(), k.data_ptr(), v.data_ptr())
+    assert addresses[4] == 0 and addresses[8] == inputs["seqused_k"].data_ptr()
+    assert strides[2:5] == k.stride()[:3] and strides[-1] == table.stride(0)
+    assert sizes == (2, 203, 2, 3, -(-(2**32) // 3), k.shape[0], 64, table.shape[1], 1, 1)
+    assert scalars[2:] == (2**30, 0, 64, op.item_bound(validate(**inputs)))
+
+
+def test_launch_arguments_of_ragged_and_16_bit_calls(monkeypatch):
+    case = AttentionCase(
+        id="ragged", kv_lens=(70, 30), q_lens=(3, 20), page_size=None, window=(7, 2), causal=False,
+        **BF16_CACHE,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    _, addresses, strides, sizes, scalars = launched(monkeypatch, inputs, 0)
+    assert addresses[9] == inputs["cu_seqlens_k"].data_ptr() and addresses[10] == 0
+    assert strides[2:5] == (16, 2 * 2 * 128, 2 * 128), "bytes"
+    assert sizes == (2, 23, 2, 4, 2**30, 1, 100, 1, 0, 0)
+    assert scalars[2:5] == (7, 2, 0)
+
+
+def test_a_cache_without_tokens(monkeypatch):
+    case = AttentionCase(id="none", kv_lens=(0, 0), q_lens=(3, 2), page_size=None)
+    _, addresses, strides, sizes, _ = launched(monkeypatch, make_inputs(case), 0)
+    assert addresses[1] != 0 and sizes[6] == HALF_TOKENS
+
+
+def test_what_a_model_with_long_queries_needs_compiled():
+    workload = AttentionWorkload(128, 32, 4, "bf16", "fp8_e4m3", (64, 16), 1024)
+    names = {unit.config.name for unit in units_for(workload, "sm_90a")}
+    prefill = {name for name in names if name.startswith("prefill")}
+    assert prefill == {f"prefill_sm90_fp8_e4m3_d128_r128_bf16_box{box}" for box in (16, 64)}
+    wide = AttentionWorkload(128, 32, 4, "bf16", "bf16", (64,), 1)
+    assert [unit.config.kv_format for unit in units_for(wide, "sm_90a")
+            if unit.kernel == "prefill_sm90"] == ["bf16"]  # fmt: skip
+    short = AttentionWorkload(128, 32, 4, "bf16", "fp8_e4m3", (64,), 8)
+    assert not any(unit.kernel == "prefill_sm90" for unit in units_for(short, "sm_90a"))
+
+
+# ---- who works on what -------------------------------------------------------------------------
+
+
+def items_of(q_lens, kv_lens, group, kv_heads, rows, left, right, skip_rows) -> list[Any]:
+    """What every CTA of a launch, as the host sizes it, finds."""
+    starts = [sum(q_lens[:b]) for b in range(len(q_lens) + 1)]
+    lengths = common.Lengths(Memory(starts), Memory(kv_lens), None, 1)
+    magic = -(-(1 << 32) // group)
+    shape = plan.Shape(len(q_lens), kv_heads, group, magic, left, right, skip_rows)
+    packed = sum(q_lens) * group
+    ctas = min(packed, packed // rows + len(q_lens)) * kv_heads
+    found = [plan.find_item(lengths, shape, cta, rows) for cta in range(ctas)]
+    return [plan.Item(*map(int, item)) for item in found]
+
+
+def visible(q_len, kv_len, token, left, right) -> tuple[int, int]:
+    own = kv_len - q_len + token
+    return max(own - left, 0), min(own + right + 1, kv_len)
+
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 900)), min_size=1, max_size=40)
+WINDOWS = st.sampled_from((common.UNLIMITED, 0, 5, 130))
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(
+    LENGTHS, st.sampled_from((1, 3, 8)), st.integers(1, 3), WINDOWS, WINDOWS,
+    st.sampled_from((0, 8, 64)), st.sampled_from((32, 96)),
+)  # fmt: skip
+def test_every_row_is_one_items_and_its_keys_are_in_the_tiles(
+    lengths, group, kv_heads, left, right, skip_rows, rows
+):
+    q_lens, kv_lens = (tuple(side) for side in zip(*lengths, strict=True))
+    seen = set()
+    for item in items_of(q_lens, kv_lens, group, kv_heads, rows, left, right, skip_rows):
+        if not item.live:
+            continue
+        q_len, kv_len = q_lens[item.b], kv_lens[item.b]
+        assert (item.used, item.own) == (kv_len, kv_len - q_len)
+        assert item.q_start == sum(q_lens[: item.b])
+        assert 0 < item.rows_end - item.first_row <= rows
+        end = item.start + TILE_TOKENS * item.tiles
+        keys = []
+        for row in range(item.first_row, item.rows_end):
+            assert (item.b, item.head, row) not in seen
+            seen.add((item.b, item.head, row))
+            low, high = visible(q_len, kv_len, row // group, left, right)
+            if low < high:
+                keys += [low, high]
+                assert item.start <= low and high <= end and item.low <= low
+        # nothing loaded but the tiles that hold these keys, and no tile where there are none
+        assert item.tiles == 0 if not keys else item.start > min(keys) - HALF_TOKENS
+        assert not keys or end - TILE_TOKENS < max(keys)
+        assert item.start % HALF_TOKENS == 0
+    wanted = {
+        (b, head, row)
+        for b, q_len in enumerate(q_lens)
+        if q_len * group > skip_rows
+        for head in range(kv_heads)
+        for row in range(q_len * group)
+    }
+    assert seen == wanted
+
+
+def test_long_chunks_come_first():
+    items = items_of((640,), (640,), 1, 2, 64, common.UNLIMITED, 0, 0)
+    live = [item for item in items if item.live]
+    assert [item.head for item in live[:2]] == [0, 1]
+    assert [item.tiles for item in live] == sorted((i.tiles for i in live), reverse=True)
+    assert rows_of(128) >= 64

@@ -1,0 +1,59 @@
+"""The prefill benchmark without a GPU: its cases, workloads and refusals."""
+
+from __future__ import annotations
+
+import torch
+from click.testing import CliRunner
+
+from perf.bench_prefill import CASES, CONTENDERS, PrefillCase, main, print_table
+from perf.cases import DecodeCase
+from perf.rows import OK, Machine, Measurement, fingerprint, make_row, make_workload
+from perf.timing import Timing
+from perf.traffic import flops
+
+MACHINE = Machine("card", "driver", {"torch": "2"}, "commit", "command", "2026-11-30")
+
+
+def test_the_cases_are_those_of_the_targets():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    for name in ("B1 S8192 32/4 D512 q8192", "B1 S32768 64/8 D128 q512"):
+        assert name in names
+
+
+def test_work_is_counted_inside_the_causal_mask():
+    case = PrefillCase(2, 5, 4, 2, 64, q_len=3)
+    assert flops(case) == 4 * 2 * 4 * 64 * (3 + 4 + 5)
+
+
+def test_a_prefill_is_not_compared_with_a_decode():
+    shape = (1, 8192, 32, 4, 512)
+    prefill = make_workload(PrefillCase(*shape, q_len=4), MACHINE, {})
+    decode = make_workload(DecodeCase(*shape, q_len=4), MACHINE, {})
+    assert (prefill["op"], decode["op"]) == ("prefill", "decode")
+    assert fingerprint(prefill) != fingerprint(decode)
+
+
+def test_the_table_has_rates_and_reasons(capsys):
+    case = CASES[0]
+    workload = make_workload(case, MACHINE, {})
+    timing = Timing(1000.0, 900.0, 1100.0)
+    rows = [
+        make_row("cute_kernels", case, Measurement(OK, 1e-3, timing), workload, MACHINE, 4.0),
+        make_row("triton_baseline", case, Measurement("not installed"), workload, MACHINE, 4.0),
+    ]
+    print_table(rows)
+    printed = capsys.readouterr().out
+    assert f"{flops(case) / 1e9:.0f}" in printed and "not installed" in printed
+
+
+def test_contenders():
+    assert [provider.name for provider in CONTENDERS] == ["cute_kernels", "triton_baseline"]
+
+
+def test_refusals(monkeypatch):
+    done = CliRunner().invoke(main, ["--cases", "D96"])
+    assert done.exit_code == 2 and "no case matches; known: B1 S8192" in done.output
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(main, ["--cases", "D512"])
+    assert done.exit_code == 1 and "needs a CUDA device" in done.output
