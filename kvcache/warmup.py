@@ -134,7 +134,7 @@ def _workloads(
             if kind.has_kv_cache:
                 yield kind, None, kind.note
             continue
-        config = _on_one_device(kind.config, tp_size)
+        config = on_one_device(kind.config, tp_size)
         if query_dtype is not None:
             config = replace(config, query_dtype=query_dtype)
         refusals = [can_run(replace(config, page_size=size)) for size in pages or (None,)]
@@ -154,7 +154,7 @@ def _workloads(
         yield kind, workload, "no kernel here is compiled for it"
 
 
-def _on_one_device(config: AttentionConfig, tp_size: int) -> AttentionConfig:
+def on_one_device(config: AttentionConfig, tp_size: int) -> AttentionConfig:
     """The configuration of one of `tp_size` devices that divide the heads among them."""
     if tp_size < 1:
         raise ValueError(f"tp_sizes: got {tp_size}; accepted: >= 1")

@@ -4,17 +4,20 @@
         providers of one run against `--provider`, case by case
     python -m perf.compare old.json new.json
         `--provider` in two runs
+    python -m perf.compare old.json new.json --allow driver --allow versions --within 5
+        the same for runs made on another day or machine, and whether they agree within 5 %
 
 Two rows are put side by side only if their workloads agree in every field: shapes, dtypes,
-lengths, seeds, page size, scales, masks, timing method, library versions, card. A refusal names the
-fields and makes the exit status 1.
+lengths, seeds, page size, scales, masks, timing method, library versions, driver, card. A refusal
+names the fields and makes the exit status 1, as does a time outside `--within`. What tells two
+machines apart may be allowed to differ; it is then printed with the result. Nothing else may.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -24,7 +27,10 @@ from rich.table import Table
 from perf.rows import OK, check_row, read_rows
 
 Row = Mapping[str, Any]
+Differences = dict[str, tuple[Any, Any]]
 _ABSENT = "(absent)"
+# What of a workload describes the machine, not the work.
+MACHINE = ("gpu", "driver", "versions")
 
 
 class NotComparable(ValueError):
@@ -37,10 +43,14 @@ class WithoutTime(ValueError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """speedup: how many times faster `new` is than `old`."""
+    """speedup: how many times faster `new` is than `old`.
+
+    machines: fields of the two machines that differ, each with both values.
+    """
 
     old: Row
     new: Row
+    machines: Differences = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
@@ -57,7 +67,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def differing_fields(old: Row, new: Row) -> dict[str, tuple[Any, Any]]:
+def differing_fields(old: Row, new: Row) -> Differences:
     """Fields of the workloads that differ, each with both values."""
     a, b = flatten(old["workload"]), flatten(new["workload"])
     return {
@@ -67,27 +77,45 @@ def differing_fields(old: Row, new: Row) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def compare(old: Row, new: Row) -> Comparison:
+def in_words(fields: Differences) -> str:
+    return "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in fields.items())
+
+
+def compare(old: Row, new: Row, allow: Collection[str] = ()) -> Comparison:
     """Put two rows side by side.
 
+    Args:
+        old, new: rows that `check_row` accepts.
+        allow: which of MACHINE may differ. The comparison then says how they do.
+
     Raises:
-        NotComparable: their workloads differ.
+        NotComparable: their workloads differ in anything else.
         WithoutTime: a row that has none.
-        ValueError: a row that `check_row` refuses.
+        ValueError: a row that `check_row` refuses; an `allow` that is not of the machine.
     """
+    for name in allow:
+        if name not in MACHINE:
+            raise ValueError(f"{name!r} may not differ; what may: {', '.join(MACHINE)}")
     for row in (old, new):
         check_row(row)
     fields = differing_fields(old, new)
-    if fields:
-        what = "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in fields.items())
-        raise NotComparable(f"{old['case']}: the workloads differ in {what}")
+    machines = {name: both for name, both in fields.items() if name.split(".")[0] in allow}
+    refused = {name: both for name, both in fields.items() if name not in machines}
+    if refused:
+        raise NotComparable(f"{old['case']}: the workloads differ in {in_words(refused)}")
     for row in (old, new):
         if row["status"] != OK:
             raise WithoutTime(f"{row['provider']} has no time: {row['status']}")
-    return Comparison(old, new)
+    return Comparison(old, new, machines)
 
 
-def pairs(files: list[list[Row]], provider: str) -> Iterator[tuple[Row, Row]]:
+def described(row: Row) -> str:
+    """Where, from what and when a row was measured."""
+    clocks = f", {row['clocks']}" if "clocks" in row else ""
+    return f"{row['gpu']}, driver {row['driver']}{clocks}, commit {row['commit']}, {row['date']}"
+
+
+def pairs(files: Sequence[Sequence[Row]], provider: str) -> Iterator[tuple[Row, Row]]:
     """(old, new) rows of equal case: two runs of a provider, or others against it in one run."""
     newest = {row["case"]: row for row in files[-1] if row["provider"] == provider}
     for row in files[0]:
@@ -96,37 +124,73 @@ def pairs(files: list[list[Row]], provider: str) -> Iterator[tuple[Row, Row]]:
             yield row, newest[row["case"]]
 
 
+def unpaired(files: Sequence[Sequence[Row]], provider: str) -> list[str]:
+    """Cases of a provider that one of two runs has and the other has not."""
+    cases = [{row["case"]: 0 for row in rows if row["provider"] == provider} for rows in files]
+    return [case for one, other in (cases, cases[::-1]) for case in one if case not in other]
+
+
+def _read(path: str) -> list[dict[str, Any]]:
+    try:
+        return read_rows(path)
+    except ValueError as error:
+        raise click.ClickException(f"{path}: {error}") from None
+
+
 @click.command(help="Compare result rows of equal workloads; refuse all others.")
 @click.argument("results", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--provider", default="cute_kernels", show_default=True)
-def main(results: tuple[str, ...], provider: str) -> None:
+@click.option(
+    "--allow", multiple=True, type=click.Choice(MACHINE), help="what of two machines may differ"
+)
+@click.option(
+    "--within", type=click.FloatRange(min=0), metavar="PERCENT", help="fail where times differ more"
+)
+def main(
+    results: tuple[str, ...], provider: str, allow: tuple[str, ...], within: float | None
+) -> None:
     if len(results) > 2:
         raise click.UsageError("one or two result files")
+    files = [_read(path) for path in results]
     table = Table(box=None)
     for column in ("case", "against", "us", f"{provider} us", "times faster"):
         table.add_column(column, justify="left" if column in ("case", "against") else "right")
     refused: list[str] = []
     skipped: Counter[str] = Counter()
-    for old, new in pairs([read_rows(path) for path in results], provider):
+    differences: Differences = {}
+    apart: list[str] = []
+    for old, new in pairs(files, provider):
         try:
-            result = compare(old, new)
+            result = compare(old, new, allow)
         except NotComparable as error:
             refused.append(str(error))
             continue
         except WithoutTime as error:
             skipped[str(error)] += 1
             continue
+        differences |= result.machines
+        if within is not None and abs(result.speedup - 1) > within / 100:
+            apart.append(f"{old['case']}: {result.speedup:.3f} times as fast")
         against = old["provider"] if len(results) == 1 else old["commit"][:12]
         figures = (f"{old['median_us']:.1f}", f"{new['median_us']:.1f}", f"{result.speedup:.2f}")
         table.add_row(old["case"], against, *figures)
     if not (table.row_count or refused or skipped):
         raise click.ClickException(f"nothing to compare with {provider}")
+    for path, rows in zip(results, files, strict=True):
+        for machine in dict.fromkeys(map(described, rows)):
+            click.echo(f"{path}: {machine}")
     Console(width=120).print(table)
+    if differences:
+        click.echo(f"the machines differ in {in_words(differences)}")
+    for case in unpaired(files, provider) if len(files) == 2 else ():
+        click.echo(f"in one run only: {case}")
     for reason, cases in skipped.items():
         click.echo(f"skipped: {reason} ({cases} case{'s' if cases > 1 else ''})")
     for reason in refused:
         click.echo(f"refused: {reason}")
-    if refused:
+    for case in apart:
+        click.echo(f"not within {within:g} %: {case}")
+    if refused or apart:
         raise SystemExit(1)
 
 

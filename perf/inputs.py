@@ -89,8 +89,8 @@ class KVPool:
     def __init__(self, cases: Iterable[DecodeCase], device: str, seed: int = 0) -> None:
         wanted = max(kv_side_bytes(case) * set_count(case) for case in cases)
         generator = torch.Generator(device).manual_seed(seed)
-        self.k = _random_codes(wanted, generator)
-        self.v = _random_codes(wanted, generator)
+        self.k = random_codes(wanted, generator)
+        self.v = random_codes(wanted, generator)
 
     def views(self, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a case: as many (page, Hkv, D) pages as the pool holds."""
@@ -102,7 +102,8 @@ class KVPool:
         return k, v
 
 
-def _random_codes(count: int, generator: torch.Generator) -> torch.Tensor:
+def random_codes(count: int, generator: torch.Generator) -> torch.Tensor:
+    """(count,) uint8 of uniformly drawn e4m3 codes, none of them NaN."""
     codes = torch.empty(count, dtype=torch.uint8, device=generator.device)
     for chunk in codes.split(_CHUNK):
         # 254 codes: 0x00..0x7E and 0x80..0xFE.

@@ -92,8 +92,12 @@ def print_report(rows: Sequence[Row], console: Console | None = None) -> None:
         console.print(note, markup=False, highlight=False)
 
 
-def plot_bandwidth(rows: Sequence[Row], path: str | Path) -> None:
+def plot_bandwidth(
+    rows: Sequence[Row], path: str | Path, metadata: Mapping[str, str | None] | None = None
+) -> None:
     """Bars of TB/s per case and provider under a line at the read ceiling.
+
+    `metadata` is what the file says about itself, matplotlib's defaults without.
 
     Raises:
         ImportError: matplotlib is missing (the extra `bench` has it).
@@ -124,5 +128,5 @@ def plot_bandwidth(rows: Sequence[Row], path: str | Path) -> None:
     axes.set_xlabel("TB/s of K and V, each byte counted once")
     axes.set_title(f"{timed[0]['op']}, {timed[0]['kv_cache_dtype']} KV cache, {timed[0]['gpu']}")
     figure.legend(loc="outside lower center", ncols=len(providers) + 1, fontsize=8)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata=metadata)
     pyplot.close(figure)

@@ -59,12 +59,14 @@ ROW_FIELDS = (
     "workload",
     "fingerprint",
 )
+# Rows of before it was recorded lack it.
+OPTIONAL_FIELDS = ("clocks",)
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python", "vllm")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and from what a result comes."""
+    """Where and from what a result comes. clocks: the highest that the card may take."""
 
     gpu: str
     driver: str
@@ -72,6 +74,7 @@ class Machine:
     commit: str
     command: str
     date: str
+    clocks: str = "unknown"
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,15 @@ def _versions() -> dict[str, str]:
     return versions
 
 
+def _clocks() -> str:
+    query = "clocks.max.sm,clocks.max.memory,power.limit"
+    found = _output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
+    values = [value.strip() for value in (found or "").split("\n")[0].split(",")]
+    if len(values) != 3:
+        return "unknown"
+    return f"SM up to {values[0]} MHz, memory {values[1]} MHz, {values[2]} W"
+
+
 def describe_machine(command: str, commit: str | None = None) -> Machine:
     """This process's machine; what cannot be found out is "unknown", "none" without a GPU."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -124,6 +136,7 @@ def describe_machine(command: str, commit: str | None = None) -> Machine:
         commit=commit or _commit(),
         command=command,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        clocks=_clocks(),
     )
 
 
@@ -179,7 +192,7 @@ def make_row(
         "single_call_us": _rounded(single and single.median_us, 5),
         "host_us": _rounded(measurement.host_us, 4),
         "read_ceiling_tb_per_s": _rounded(ceiling, 4),
-        **{name: getattr(machine, name) for name in MACHINE_FIELDS},
+        **{name: getattr(machine, name) for name in (*MACHINE_FIELDS, *OPTIONAL_FIELDS)},
         "workload": dict(workload),
         "fingerprint": fingerprint(workload),
     }
@@ -194,7 +207,9 @@ def check_row(row: Mapping[str, Any]) -> None:
         ValueError: missing or unknown fields, a fingerprint or shape fields that are not those of
             the row's workload, a status and times that contradict each other.
     """
-    difference = set(row) ^ set(ROW_FIELDS)
+    if not isinstance(row, Mapping):
+        raise ValueError(f"result row: {row!r} is no JSON object")
+    difference = (set(row) ^ set(ROW_FIELDS)) - set(OPTIONAL_FIELDS)
     if difference:
         raise ValueError(f"result row: missing or unknown fields {sorted(difference)}")
     where = f"result row {row['provider']!r}, {row['case']!r}"
@@ -208,10 +223,19 @@ def check_row(row: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a result file, checked."""
+    """Rows of a result file.
+
+    Raises:
+        ValueError: no JSON, a row that `check_row` refuses, two rows of one provider and case.
+    """
     rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    seen = set()
     for row in rows:
         check_row(row)
+        key = (row["provider"], row["case"])
+        if key in seen:
+            raise ValueError(f"two rows of {key[0]!r} for {key[1]!r}; a file holds one run")
+        seen.add(key)
     return rows
 
 

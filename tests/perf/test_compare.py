@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from perf.compare import NotComparable, WithoutTime, compare, differing_fields, main, pairs
+from perf.compare import (
+    NotComparable,
+    WithoutTime,
+    compare,
+    differing_fields,
+    main,
+    pairs,
+    unpaired,
+)
 from perf.rows import write_rows
 from tests.perf.helpers import MACHINE, METHOD, SMALL, make_test_row
 
@@ -71,12 +79,53 @@ def test_pairs_within_a_run_and_between_runs():
     assert list(pairs([[ours, theirs], [newer, theirs]], "cute_kernels")) == [(ours, newer)]
 
 
-def run_cli(tmp_path, *files):
+ELSEWHERE = replace(
+    MACHINE, driver="2", versions={"torch": "9", "triton": "3.6.0"}, gpu="Other GPU"
+)
+
+
+def test_only_what_is_allowed_of_two_machines_may_differ():
+    old, new = make_test_row(median=150.0), make_test_row(machine=ELSEWHERE)
+    result = compare(old, new, ("gpu", "driver", "versions"))
+    assert result.speedup == pytest.approx(1.5)
+    assert result.machines == {
+        "driver": ("1.2", "2"),
+        "gpu": ("Test GPU", "Other GPU"),
+        "versions.torch": ("2.11.0", "9"),
+    }
+    with pytest.raises(NotComparable, match="differ in driver: '1.2' and '2'; versions.torch: "):
+        compare(old, new, ("gpu",))
+
+
+def test_the_work_may_never_differ():
+    other = make_test_row(case=replace(SMALL, seed=9), machine=ELSEWHERE)
+    with pytest.raises(NotComparable, match=r"differ in seed: 5 and 9$"):
+        compare(make_test_row(), other, ("gpu", "driver", "versions"))
+    with pytest.raises(ValueError, match="'seed' may not differ; what may: gpu, driver, versions"):
+        compare(make_test_row(), other, ("seed",))
+
+
+def test_cases_of_one_run_only():
+    ours, elsewhere = make_test_row(), make_test_row(case=replace(SMALL, batch=9))
+    newer = make_test_row(case=replace(SMALL, batch=7))
+    assert unpaired([[ours, elsewhere], [ours, newer]], "cute_kernels") == [
+        elsewhere["case"],
+        newer["case"],
+    ]
+
+
+def test_rows_of_before_clocks_were_recorded_are_still_compared():
+    old, new = make_test_row(), make_test_row(machine=replace(MACHINE, clocks="SM up to 1980 MHz"))
+    del old["clocks"]
+    assert compare(old, new).speedup == 1.0
+
+
+def run_cli(tmp_path, *files, options=()):
     paths = []
     for i, rows in enumerate(files):
         paths.append(str(tmp_path / f"{i}.json"))
         write_rows(paths[-1], rows)
-    return CliRunner().invoke(main, paths)
+    return CliRunner().invoke(main, [*paths, *options])
 
 
 def test_cli_compares_providers_of_one_run(tmp_path):
@@ -107,3 +156,39 @@ def test_cli_says_when_there_is_nothing_to_compare(tmp_path):
     done = run_cli(tmp_path, [make_test_row(BASELINE)])
     assert done.exit_code == 1
     assert "nothing to compare with cute_kernels" in done.output
+
+
+def test_cli_names_both_machines_and_what_it_leaves_out(tmp_path):
+    gone = make_test_row(case=replace(SMALL, batch=9))
+    newer = make_test_row(median=50.0, machine=ELSEWHERE)
+    allowed = ("--allow", "gpu", "--allow", "driver", "--allow", "versions")
+    done = run_cli(tmp_path, [make_test_row(), gone], [newer], options=allowed)
+    assert done.exit_code == 0
+    assert "Test GPU, driver 1.2, unknown, commit 0123456789abcdef, 2026-01-02" in done.output
+    assert "Other GPU, driver 2, unknown, commit 0123456789abcdef, 2026-01-02" in done.output
+    assert "the machines differ in driver: '1.2' and '2'; gpu: " in done.output
+    assert f"in one run only: {gone['case']}" in done.output
+    assert "2.00" in done.output
+
+
+def test_cli_says_what_is_no_result_file(tmp_path):
+    path = tmp_path / "load.json"
+    path.write_text('{"op": "load", "rows": []}', encoding="utf-8")
+    done = CliRunner().invoke(main, [str(path)])
+    assert done.exit_code == 1
+    assert f"{path}: result row: 'op' is no JSON object" in done.output
+
+
+@pytest.mark.parametrize(("within", "status"), (("5.1", 0), ("4.9", 1)))
+def test_cli_says_whether_two_runs_agree(tmp_path, within, status):
+    old, new = [make_test_row(median=105.0)], [make_test_row(median=100.0)]
+    done = run_cli(tmp_path, old, new, options=("--within", within))
+    assert done.exit_code == status
+    line = f"not within 4.9 %: {SMALL.name}: 1.050 times as fast"
+    assert (line in done.output) == bool(status)
+
+
+def test_cli_refuses_a_file_with_two_rows_for_one_case(tmp_path):
+    done = run_cli(tmp_path, [make_test_row(), make_test_row(median=90.0)])
+    assert done.exit_code == 1
+    assert f"two rows of 'cute_kernels' for {SMALL.name!r}" in done.output

@@ -1,0 +1,340 @@
+"""docs/performance.md, its plots and the README's results, from the files in perf/results.
+
+    python -m perf.render            write what is not as the results say
+    python -m perf.render --check    write nothing; exit status 1 if something would be written
+
+Of each kind of result and label (a file is `DATE_LABEL.json`, its label begins with the kind) the
+newest file is shown, and the one before it next to it where it holds times. A plot is drawn anew
+when its data have changed; that takes matplotlib (the extra `bench`), nothing else here does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from perf import plots
+from perf.rows import read_rows
+from perf.sections import (
+    ResultFile,
+    between_runs,
+    demo_table,
+    load_table,
+    perplexity_summary,
+    perplexity_table,
+    provenance,
+    serving_table,
+    source,
+    standing,
+    store_summary,
+    timed_table,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, DOCUMENT, PLOTS, README = "perf/results", "docs/performance.md", "docs/plots", "README.md"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+_NAME = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)_(?P<label>(?P<kind>[a-z]+)_\w+)\.json")
+_COMMAND = "python -m perf.render"
+
+TIMES = (
+    "`us`: median microseconds of a call inside a CUDA graph. `ratio`: how many times our time the "
+    "other provider took in the same process; bold where we lose by more than 1 %."
+)
+SHAPES = (
+    "B sequences of S keys, query/KV heads, head size D; q query tokens each (else one), w keys of "
+    "a sliding window."
+)
+INTRODUCTION = (
+    f"Every number here comes from a file in `{RESULTS}`; `{_COMMAND}` writes this page anew. "
+    "[perf/README.md](../perf/README.md) says what is measured and how, "
+    "[perf/NOTES.md](../perf/NOTES.md) what was predicted before. All rows of a file are shown, "
+    "those that we lose included. Compare rows of one file: other files come from other days and "
+    "machines, which each names. A commit that ends in `-dirty` had changes that were not in it."
+)
+
+
+def _read_load(path: Path) -> list[dict[str, Any]]:
+    """Rows of `perf.bench_load`, each with what the file says about the machine."""
+    about = json.loads(path.read_text(encoding="utf-8"))
+    rows = about.pop("rows")
+    return [about | row for row in rows]
+
+
+def _read_demo(path: Path) -> list[dict[str, Any]]:
+    """Runs of the demo: what it wrote, or a list of that, made flat."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        run | run.get("quality", {}) | run.get("generation", {})
+        for run in (found if isinstance(found, list) else [found])
+    ]
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+class Kind(NamedTuple):
+    """How a kind of result is read and shown.
+
+    about, details: what its tables mean; the second for docs/performance.md only. brief: the
+    README's table; kinds without one stay out of it. timed: rows of `perf.rows`.
+    """
+
+    name: str
+    title: str
+    read: Callable[[Path], list[dict[str, Any]]]
+    table: Callable[[ResultFile], str]
+    about: str = ""
+    details: str = ""
+    plot: Callable[[ResultFile], plots.Plot | None] | None = None
+    brief: Callable[[ResultFile], str] | None = None
+    timed: bool = False
+
+
+def _whole(file: ResultFile) -> str:
+    return timed_table(file, details=True)
+
+
+def _brief(file: ResultFile) -> str:
+    return timed_table(file, details=False)
+
+
+KINDS = (
+    Kind(
+        name="decode",
+        title="Decode",
+        read=read_rows,
+        table=_whole,
+        about=f"{SHAPES} TB/s count each K and V byte that the mask shows once; the read ceiling "
+        "is what a large reduction reads in the same process, and a kernel may read faster.",
+        details="`min..max`: over the rounds. `1/graph` and `host`: us with one call per graph, "
+        "and of the host for an eager call. `error`: relative, against float64.",
+        plot=plots.decode,
+        brief=_brief,
+        timed=True,
+    ),
+    Kind(
+        name="prefill",
+        title="Prefill",
+        read=read_rows,
+        table=_whole,
+        about="TFLOP/s count the (query, key) pairs inside the mask, 4 D operations each.",
+        details=f"{SHAPES} `error`: relative, against float64.",
+        plot=plots.prefill,
+        brief=_brief,
+        timed=True,
+    ),
+    Kind(
+        name="store",
+        title="Storing new keys and values",
+        read=read_rows,
+        table=_whole,
+        about="A copy that moves as many bytes, in the same process, is the ceiling.",
+        details="`reshape_and_cache` of T tokens, KV heads x head size. `error`: share of the "
+        "bytes that differ from the reference.",
+        plot=plots.store,
+        brief=store_summary,
+        timed=True,
+    ),
+    Kind(
+        name="serving",
+        title="Whole serving steps",
+        read=read_rows,
+        table=serving_table,
+        about="Attention and store over all layers of a model on one device, per step of a fixed "
+        "trace (`perf/trace.py`): sequences that decode, sequences that verify draft tokens, and "
+        "chunks of prompts. Each kind of layer is timed alone and counted as often as it occurs.",
+    ),
+    Kind(name="load", title="Loading kernels from a bundle", read=_read_load, table=load_table),
+    Kind(
+        name="perplexity",
+        title="Accuracy: perplexity by KV cache dtype",
+        read=_read_json,
+        table=perplexity_table,
+        about="Change against a bf16 cache, +- one standard error of the paired differences over "
+        "tokens; read a change below two as none.",
+        plot=plots.perplexity,
+        brief=perplexity_summary,
+    ),
+    Kind(
+        name="demo",
+        title="The demo",
+        read=_read_demo,
+        table=demo_table,
+        about="What `make demo` reports: perplexity with a bf16 and an FP8 cache, and, where it "
+        "compared them, the greedy tokens that kernel and torch reference choose alike: `as "
+        "reference` at each step from one cache, `leading` with a cache each, until they differ.",
+    ),
+)
+
+
+def find(folder: Path) -> dict[str, list[list[ResultFile]]]:
+    """Files of each kind by label, newest first, short labels first.
+
+    Raises:
+        ValueError: a result file whose rows `perf.rows` refuses.
+    """
+    kinds = {kind.name: kind for kind in KINDS}
+    found: dict[str, dict[str, list[ResultFile]]] = {name: {} for name in kinds}
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        name = _NAME.fullmatch(path.name)
+        if name and name["kind"] in kinds:
+            rows = kinds[name["kind"]].read(path)
+            file = ResultFile(path, name["kind"], name["label"], name["date"], rows)
+            found[name["kind"]].setdefault(name["label"], []).append(file)
+    return {
+        kind: sorted(labels.values(), key=lambda files: (files[0].label.count("_"), files[0].label))
+        for kind, labels in found.items()
+    }
+
+
+def _plots_of(kind: Kind, file: ResultFile) -> list[plots.Plot]:
+    plot = kind.plot(file) if kind.plot else None
+    return [plot] if plot else []
+
+
+def _section(kind: Kind, files: list[ResultFile]) -> list[str]:
+    """Paragraphs of one label: the newest file, and times against the one before."""
+    file, *older = files
+    parts = [f"### {file.label}, {file.date}", provenance(file, f"../{RESULTS}")]
+    if kind.timed:
+        parts.append(standing(file))
+    parts.append(kind.table(file))
+    for plot in _plots_of(kind, file):
+        folder = Path(PLOTS).name
+        parts.append(f"![{file.label}, {file.date}]({folder}/{plot.name})")
+    if kind.timed and older:
+        parts.append(
+            f"Our times in [{older[0].path.name}](../{RESULTS}/{older[0].path.name}) and now, us:"
+        )
+        parts.append(between_runs(older[0], file))
+    return parts
+
+
+def document(found: dict[str, list[list[ResultFile]]], folder: Path) -> str:
+    """docs/performance.md."""
+    parts = [
+        f"<!-- Written by `{_COMMAND}`; edit perf/render.py or the results, not this. -->",
+        "# Measured performance",
+        INTRODUCTION,
+        TIMES,
+    ]
+    shown = set()
+    for kind in KINDS:
+        if found[kind.name]:
+            parts += [f"## {kind.title}", f"{kind.about} {kind.details}".strip()]
+        for files in found[kind.name]:
+            shown.add(files[0].path)
+            parts += _section(kind, files)
+    others = [path for path in sorted(folder.iterdir()) if path.is_file() and path not in shown]
+    parts += [
+        "## Other result files",
+        "Earlier runs, and files that other pages cite:",
+        "\n".join(f"- [{path.name}](../{RESULTS}/{path.name})" for path in others),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def readme_region(found: dict[str, list[list[ResultFile]]]) -> str:
+    """What stands between BEGIN and END in the README: the main files, in short."""
+    parts = [
+        f"Written by `{_COMMAND}`; [docs/performance.md](docs/performance.md) has all rows and "
+        f"columns, commands, versions and plots.\n\n{TIMES}"
+    ]
+    for kind in KINDS:
+        labels = found[kind.name]
+        shortest = min((files[0].label.count("_") for files in labels), default=0)
+        for file, *_ in labels:
+            if kind.brief is not None and file.label.count("_") == shortest:
+                parts.append(f"**{kind.title}.** {kind.about} {source(file, RESULTS)}.")
+                parts.append(kind.brief(file))
+                parts.append(standing(file) if kind.timed else "")
+    return "\n\n".join(part for part in parts if part)
+
+
+def with_region(readme: str, region: str) -> str:
+    """The README with its results replaced.
+
+    Raises:
+        ValueError: it does not have one BEGIN before one END.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end) or BEGIN in rest or END in after:
+        raise ValueError(f"the README needs one {BEGIN} and one {END}")
+    return f"{before}{BEGIN}\n{region}\n{END}{after}"
+
+
+def texts(root: Path) -> dict[str, str]:
+    """What the generated files should hold, by path below `root`."""
+    found = find(root / RESULTS)
+    readme = (root / README).read_text(encoding="utf-8")
+    return {
+        DOCUMENT: document(found, root / RESULTS),
+        README: with_region(readme, readme_region(found)),
+    }
+
+
+def all_plots(root: Path) -> list[plots.Plot]:
+    """The plots that docs/performance.md shows."""
+    found = find(root / RESULTS)
+    return [
+        plot for kind in KINDS for files in found[kind.name] for plot in _plots_of(kind, files[0])
+    ]
+
+
+def stale_texts(root: Path) -> dict[str, str]:
+    """Texts that are not as the results say."""
+    return {
+        name: text
+        for name, text in texts(root).items()
+        if not (root / name).exists() or (root / name).read_text(encoding="utf-8") != text
+    }
+
+
+def stale_plots(root: Path) -> tuple[list[plots.Plot], list[Path]]:
+    """Plots to draw, and files in their folder that no result asks for."""
+    wanted, folder = all_plots(root), root / PLOTS
+    left = {path.name for path in folder.glob("*")} - {plot.name for plot in wanted}
+    return [p for p in wanted if not p.is_current(folder)], [folder / name for name in sorted(left)]
+
+
+@click.command(help="Write docs/performance.md, its plots and the README's results.")
+@click.option("--check", is_flag=True, help="write nothing; exit status 1 if something is stale")
+@click.option("--redraw", is_flag=True, help="draw all plots, not only those with other data")
+@click.option("--root", default=ROOT, type=click.Path(exists=True, file_okay=False, path_type=Path))
+def main(check: bool, redraw: bool, root: Path) -> None:
+    try:
+        stale = stale_texts(root)
+        drawings, left = stale_plots(root)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if check:
+        names = [*stale, *(f"{PLOTS}/{plot.name}" for plot in drawings)]
+        names += [f"{PLOTS}/{path.name}" for path in left]
+        if names:
+            raise click.ClickException(
+                f"not as the results say; run `{_COMMAND}`: {', '.join(names)}"
+            )
+        return
+    for name, text in stale.items():
+        (root / name).write_text(text, encoding="utf-8")
+        click.echo(f"wrote {name}")
+    for path in left:
+        path.unlink()
+        click.echo(f"removed {PLOTS}/{path.name}")
+    for plot in all_plots(root) if redraw else drawings:
+        try:
+            plot.write(root / PLOTS)
+        except ImportError as error:
+            raise click.ClickException(f"{PLOTS}/{plot.name} is stale: {error}") from None
+        click.echo(f"wrote {PLOTS}/{plot.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Markdown of result files: one table a file, with where and by which command it was measured.
+
+Nothing here measures or rounds towards a claim: a ratio is `perf.compare.compare` of two rows of
+one run, which raises where their workloads differ, and every row of a file gets its line.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from demo.report import MAX_PERPLEXITY_CHANGE
+from perf import bench_load
+from perf.compare import (
+    MACHINE,
+    Differences,
+    NotComparable,
+    Row,
+    WithoutTime,
+    compare,
+    in_words,
+    pairs,
+    unpaired,
+)
+from perf.report import absent_providers, by_case
+from perf.rows import OK
+from perf.targets import OURS, tflops, verdicts
+
+# Two times closer than this are a tie: runs of one kernel differ by as much.
+TIE = 0.01
+BASELINE = "bf16"  # of perplexities
+CEILING = {"decode": "read ceiling", "store": "copy"}
+
+
+SERVING_COLUMNS = (
+    "model",
+    "TP",
+    "KV cache",
+    "steps",
+    "attention us",
+    "store us",
+    "step us",
+    "all such steps, s",
+    "of the read ceiling",
+    "tokens that fit",
+    "status",
+)
+
+
+class ResultFile(NamedTuple):
+    """A committed file. label: its name without date and suffix; rows: as its reader gave them."""
+
+    path: Path
+    kind: str
+    label: str
+    date: str
+    rows: list[dict[str, Any]]
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table; columns without any content are left out."""
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    used = [i for i in range(len(header)) if any(line[i] for line in lines)]
+    header, lines = [header[i] for i in used], [[line[i] for i in used] for line in lines]
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in rows)
+
+
+def number(value: float | None) -> str:
+    """Three or four significant digits."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def speedup(theirs: Row, ours: Row) -> str:
+    """How many times our time theirs is; bold where we lose."""
+    factor = compare(theirs, ours).speedup
+    return f"**{factor:.2f}**" if factor < 1 - TIE else f"{factor:.2f}"
+
+
+def targets_of(row: Row, rows: Sequence[Row]) -> str:
+    return ", ".join(
+        f"{verdict.wanted}: {'met' if verdict.met else '**missed**'}"
+        for verdict in verdicts(row, rows)
+    )
+
+
+def rivals(rows: Sequence[Row]) -> list[str]:
+    """Other providers that took part, in order of appearance."""
+    absent = absent_providers(rows)
+    timed = {r["provider"] for r in rows if r["status"] == OK}
+    names = dict.fromkeys(row["provider"] for row in rows)
+    return [name for name in names if name != OURS and (name in timed or name not in absent)]
+
+
+def _ours(group: Sequence[Row]) -> Row | None:
+    return next((row for row in group if row["provider"] == OURS), None)
+
+
+def _rival_cells(name: str, group: Sequence[Row]) -> list[str]:
+    """Time and ratio of a rival in one case."""
+    row = next((row for row in group if row["provider"] == name), None)
+    if row is None or row["status"] != OK:
+        return [row["status"].split(":")[0] if row else "", ""]
+    ours = _ours(group)
+    return [number(row["median_us"]), speedup(row, ours) if ours and ours["status"] == OK else ""]
+
+
+def _figures(kind: str) -> dict[str, Callable[[Row], str]]:
+    """Columns of our own rows by title, behind the time."""
+    if kind == "prefill":
+        return {"TFLOP/s": lambda row: f"{tflops(row):.0f}"}
+    return {
+        "TB/s": lambda row: f"{row['tb_per_s']:.3g}",
+        f"of the {CEILING[kind]}": lambda row: f"{row['pct_of_ceiling']:.0f} %",
+    }
+
+
+def _details() -> dict[str, Callable[[Row], str]]:
+    return {
+        "min..max": lambda row: f"{number(row['min_us'])}..{number(row['max_us'])}",
+        "1/graph": lambda row: number(row["single_call_us"]),
+        "host": lambda row: number(row["host_us"]),
+        "error": lambda row: f"{row['rel_error']:.1e}",
+    }
+
+
+def timed_table(file: ResultFile, details: bool) -> str:
+    """A line a case: our time and figures, each rival's time and ratio, the targets."""
+    figures, names = _figures(file.kind), rivals(file.rows)
+    if details:
+        figures = {**_details(), **figures}
+    header = ["case", "us", *figures]
+    header += [cell for name in names for cell in (f"{name} us", "ratio")]
+    lines = []
+    for case, group in by_case(file.rows).items():
+        ours = _ours(group)
+        if ours is None or ours["status"] != OK:
+            own = [ours["status"].split(":")[0] if ours else "not run", *[""] * len(figures)]
+            wanted = ""
+        else:
+            own = [number(ours["median_us"]), *(figure(ours) for figure in figures.values())]
+            wanted = targets_of(ours, file.rows)
+        others = [cell for name in names for cell in _rival_cells(name, group)]
+        lines.append([case, *own, *others, wanted])
+    return markdown([*header, "target"], lines)
+
+
+def standing(file: ResultFile) -> str:
+    """In one paragraph: won, tied and lost cases against each rival, targets met, who is absent."""
+    sentences = []
+    for name in rivals(file.rows):
+        factors = []
+        for group in by_case(file.rows).values():
+            ours = _ours(group)
+            theirs = next((row for row in group if row["provider"] == name), None)
+            if ours and theirs and ours["status"] == theirs["status"] == OK:
+                factors.append(compare(theirs, ours).speedup)
+        won, lost = (sum(f > 1 + TIE for f in factors), sum(f < 1 - TIE for f in factors))
+        tied = len(factors) - won - lost
+        sentences.append(
+            f"Against `{name}`: faster in {won} of {len(factors)} cases, within {100 * TIE:g} % in"
+            f" {tied}, slower in {lost}."
+        )
+    found = [verdict for row in file.rows for verdict in verdicts(row, file.rows)]
+    if found:
+        sentences.append(f"Targets met: {sum(v.met for v in found)} of {len(found)}.")
+    for name, status in absent_providers(file.rows).items():
+        if name not in rivals(file.rows):
+            sentences.append(f"`{name}`: {status}.")
+    for row in file.rows:
+        if row["status"].startswith(("wrong", "failed")):
+            sentences.append(f"`{row['provider']}` at {row['case']}: {row['status']}.")
+    return " ".join(sentences)
+
+
+def _values(file: ResultFile, name: str) -> list[str]:
+    """What the rows say about a field, each once."""
+    return list(dict.fromkeys(str(row[name]) for row in file.rows if name in row))
+
+
+def short(commit: str) -> str:
+    """The first 12 digits, and whether there were other changes."""
+    digits, dash, rest = commit.partition("-")
+    return digits[:12] + dash + rest
+
+
+def source(file: ResultFile, folder: str) -> str:
+    """File, device, commit and date in short; `folder` leads to the results."""
+    devices = _values(file, "gpu") or _values(file, "device")
+    commits = [f"commit {short(commit)}" for commit in _values(file, "commit")]
+    link = f"[{file.path.name}]({folder}/{file.path.name})"
+    return ", ".join([*devices, *commits, file.date, link])
+
+
+def provenance(file: ResultFile, folder: str) -> str:
+    """File, card, driver, versions, commit, date and command; `folder` leads to the results."""
+    versions = dict.fromkeys(
+        ", ".join(f"{name} {number}" for name, number in row.get("versions", {}).items())
+        for row in file.rows
+    )
+    facts = [
+        ("", [f"[{file.path.name}]({folder}/{file.path.name})"]),
+        ("", _values(file, "gpu") or _values(file, "device")),
+        ("driver ", _values(file, "driver")),
+        ("", _values(file, "clocks")),
+        ("", list(versions)),
+        ("commit ", _values(file, "commit") or ["not recorded"]),
+        ("", _values(file, "date") or [file.date]),
+    ]
+    line = "; ".join(title + " and ".join(found) for title, found in facts if found)
+    commands = ", ".join(f"`{command}`" for command in _values(file, "command"))
+    return f"{line}. Command: {commands or 'not recorded'}."
+
+
+def between_runs(old: ResultFile, new: ResultFile) -> str:
+    """Our times in the file before and in the newest one, case by case, or why not."""
+    lines, notes = (
+        [],
+        [f"In one run only: {case}." for case in unpaired((old.rows, new.rows), OURS)],
+    )
+    machines: Differences = {}
+    for was, row in pairs((old.rows, new.rows), OURS):
+        try:
+            both = compare(was, row, MACHINE)
+        except (NotComparable, WithoutTime) as error:
+            notes.append(f"Refused: {error}.")
+            continue
+        machines |= both.machines
+        times = [number(was["median_us"]), number(row["median_us"]), f"{both.speedup:.2f}"]
+        lines.append([row["case"], *times])
+    notes.insert(0, f"The machines differ in: {in_words(machines) or 'nothing recorded'}.")
+    commits = [
+        " and ".join(dict.fromkeys(short(row["commit"]) for row in f.rows)) for f in (old, new)
+    ]
+    header = ["case", *(f"{commit}, us" for commit in commits), "times faster"]
+    return markdown(header, lines) + "\n\n" + " ".join(notes)
+
+
+def load_table(file: ResultFile) -> str:
+    """Over all kernels of a file: median and worst against the targets."""
+    targets = {
+        "load_ms": bench_load.LOAD_TARGET_MS,
+        "first_call_extra_ms": bench_load.FIRST_CALL_TARGET_MS,
+        "later_call_ms": None,
+    }
+    titles = ("loading", "first call, beyond a later one", "later call, host and device")
+    lines = []
+    for title, (column, bound) in zip(titles, targets.items(), strict=True):
+        found = [row[column] for row in file.rows]
+        figures = [f"{value:.2f}" for value in (statistics.median(found), max(found))]
+        late = sum(value > bound for value in found) if bound else 0
+        wanted = f"<= {bound:g}: " + (f"**missed** by {late}" if late else "met") if bound else ""
+        lines.append([title, *figures, wanted])
+    first = file.rows[0]["first_of_process"]["load_ms"]
+    table = markdown([f"ms, {len(file.rows)} kernels", "median", "worst", "target"], lines)
+    return (
+        f"{table}\n\nThe first kernel of a process, with what a process does once: {first:.0f} ms."
+    )
+
+
+def _change(row: Row) -> str:
+    return f"{100 * row['change']:+.2f} % +- {100 * row['change_standard_error']:.2f}"
+
+
+def perplexity_table(file: ResultFile) -> str:
+    """A line a model and KV cache dtype; keys as they are and rotated side by side."""
+    header = ["model", "tokens", "KV cache", "scales", "bytes/token", "perplexity", "change"]
+    lines = []
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in file.rows:
+        groups.setdefault((row["model"], row["kv_cache_dtype"], row["scales"]), []).append(row)
+    for (model, dtype, scales), rows in groups.items():
+        base = dtype == BASELINE
+        cells = [model, f"{rows[0]['tokens']:,}", f"`{dtype}`", "" if base else scales]
+        cells.append(str(rows[0]["bytes_per_token_and_layer"]))
+        for rotated in (False, True):
+            row = next((row for row in rows if row["rotate_keys"] == rotated), None)
+            cells.append(f"{row['perplexity']:.3f}" if row else "")
+            cells.append("" if row is None or base else _change(row))
+        lines.append(cells)
+    return markdown([*header, "perplexity, keys rotated", "change, keys rotated"], lines)
+
+
+def perplexity_summary(file: ResultFile) -> str:
+    """A line a KV cache dtype, a column a model and way of keys: its perplexity, then changes."""
+    ways = list(dict.fromkeys((row["model"], row["rotate_keys"]) for row in file.rows))
+    ways.sort(key=lambda way: [row["model"] for row in file.rows].index(way[0]))
+    lines: dict[str, list[str]] = {}
+    for dtype in dict.fromkeys(row["kv_cache_dtype"] for row in file.rows):
+        for model, rotated in ways:
+            cells = [
+                f"{row['perplexity']:.3f}" if dtype == BASELINE else _change(row)
+                for row in file.rows
+                if (row["kv_cache_dtype"], row["model"], row["rotate_keys"])
+                == (dtype, model, rotated)
+            ]
+            lines.setdefault(dtype, [f"`{dtype}`"]).append(cells[0] if cells else "")
+    titles = [f"{model}, keys rotated" if rotated else model for model, rotated in ways]
+    return markdown(["KV cache", *titles], lines.values())
+
+
+def store_summary(file: ResultFile) -> str:
+    """A line a number of tokens, a column a dtype: us, share of the copy, ratio to each rival."""
+    dtypes = list(dict.fromkeys(row["kv_cache_dtype"] for row in file.rows))
+    lines: dict[tuple[int, ...], dict[str, str]] = {}
+    for group in by_case(file.rows).values():
+        ours = _ours(group)
+        if ours is None:
+            continue
+        shape = (ours["batch"], ours["num_kv_heads"], ours["head_size"])
+        cell = ours["status"].split(":")[0]
+        if ours["status"] == OK:
+            ratios = [_rival_cells(name, group)[1] for name in rivals(file.rows)]
+            parts = [number(ours["median_us"]), f"{ours['pct_of_ceiling']:.0f} %", *ratios]
+            cell = ", ".join(part for part in parts if part)
+        lines.setdefault(shape, {})[ours["kv_cache_dtype"]] = cell
+    table = markdown(
+        ["tokens", "KV heads x head size", *(f"`{dtype}`" for dtype in dtypes)],
+        (
+            [f"{tokens:,}", f"{heads} x {size}", *(cells.get(dtype, "") for dtype in dtypes)]
+            for (tokens, heads, size), cells in lines.items()
+        ),
+    )
+    against = "".join(f", ratio to `{name}`" for name in rivals(file.rows))
+    return f"Cells: us, share of the copy's rate{against}.\n\n{table}"
+
+
+def demo_table(file: ResultFile) -> str:
+    """A line a run of the demo; where it compared kernel and reference, tokens that both choose."""
+    header = ["model", "attention", "keys", "tokens", "bf16 KV", "fp8 KV", "change"]
+    lines = []
+    for row in file.rows:
+        speed, bound = row.get("tokens_per_second"), 100 * MAX_PERPLEXITY_CHANGE
+        choices, equal = row.get("choices"), row.get("comparison")
+        met = abs(row["change"]) <= MAX_PERPLEXITY_CHANGE + row["change_standard_error"]
+        lines.append(
+            [
+                row["model"],
+                f"{row['attention']}, {row['device']}",
+                "rotated" if row["rotate_keys"] else "",
+                f"{row['tokens']:,}",
+                f"{row['perplexity_bf16']:.3f}",
+                f"{row['perplexity_fp8']:.3f}",
+                _change(row),
+                f"{row['cache_bytes_fp8'] / row['cache_bytes_bf16']:.2f}",
+                "" if speed is None else f"{speed:.1f}",
+                f"{choices['equal']} of {choices['steps']}" if choices else "",
+                f"{equal['equal_tokens']} of {len(row['token_ids'])}" if equal else "",
+                f"<= {bound:g} % and one standard error: {'met' if met else '**missed**'}",
+            ]
+        )
+    return markdown(
+        [*header, "KV bytes, fp8/bf16", "tokens/s", "as reference", "leading", "target"], lines
+    )
+
+
+def serving_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """A line a model, tensor-parallel size, KV cache dtype and kind of step: SERVING_COLUMNS."""
+    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        work = row["workload"]
+        key = (work["model"], work["tp_size"], row["kv_cache_dtype"], work["kind"])
+        groups.setdefault(key, {})[row["op"].removeprefix("serving_")] = row
+    lines = []
+    for (model, tp_size, dtype, kind), parts in groups.items():
+        attention, work = parts["attention"], parts["attention"]["workload"]
+        steps = f"{work['steps_in_trace']:,} {kind}"
+        cells = [""] * 5
+        if attention["status"] == OK:
+            times = [parts[part]["median_us"] for part in ("attention", "store")]
+            seconds = sum(times) * work["steps_in_trace"] / 1e6
+            cells = [number(time) for time in (*times, sum(times), seconds)]
+            cells.append(f"{attention['pct_of_ceiling']:.0f} %")
+        fit = f"{work['kv_capacity_tokens']:,} in {work['kv_gib']:g} GiB"
+        status = "" if attention["status"] == OK else attention["status"]
+        lines.append([model, str(tp_size), f"`{dtype}`", steps, *cells, fit, status])
+    return lines
+
+
+def serving_table(file: ResultFile) -> str:
+    return markdown(SERVING_COLUMNS, serving_lines(file.rows))

@@ -1,0 +1,95 @@
+"""What the project wants to reach, and whether a result row reaches it.
+
+Decode and prefill targets are for an H200 and an `fp8_e4m3` cache, by the names of the cases in
+`perf.cases` and `perf.bench_prefill`; those of stores hold for any card, since they are shares of a
+copy measured beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perf.cases import DecodeCase
+from perf.traffic import flops
+
+Row = Mapping[str, Any]
+OURS = "cute_kernels"
+GPU = "NVIDIA H200"
+DECODE_US = {
+    "B64 S8192 32/4 D512": 480,
+    "B8 S8192 32/4 D512": 66,
+    "B1 S32768 32/4 D512": 40,
+    "B128 S8192 8/1 D512": 244,
+    "B32 S8192 8/1 D512": 65,
+    "B1 S32768 8/1 D512": 14,
+    "B32 S8192 8/1 D512 q4": 70,
+    "B32 S8192 64/8 D128": 126,
+    "B1 S32768 64/8 D128": 21,
+    "B64 S8192 16/1 D128": 36,
+    "B64 S8192 32/16 D256 w1024": 128,
+    "B32 S8192 64/8 D64": 66,
+}
+PREFILL_TFLOPS = {
+    "B1 S8192 32/4 D512 q8192": 650,
+    "B4 S4096 32/4 D512 q4096": 580,
+    "B1 S8192 32/16 D256 q8192": 700,
+    "B1 S8192 64/8 D128 q8192": 610,
+    "B1 S32768 64/8 D128 q512": 500,
+}
+STORE_DECODE_TOKENS, STORE_DECODE_US = 256, 4.0
+STORE_PREFILL_TOKENS, STORE_SHARE_OF_COPY = 4096, 80.0
+# What searching two scales a block may cost over one.
+SEARCH_DTYPE, PLAIN_DTYPE, SEARCH_FACTOR = "nvfp4_4over6", "nvfp4", 1.05
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target in words, and whether a row meets it."""
+
+    wanted: str
+    met: bool
+
+
+def tflops(row: Row) -> float:
+    """TFLOP/s of a timed attention row: the (query, key) pairs that the mask shows, 4 D each."""
+    shape = ("batch", "kv_len", "num_q_heads", "num_kv_heads", "head_size", "q_len", "window")
+    return flops(DecodeCase(**{name: row[name] for name in shape})) / row["median_us"] / 1e6
+
+
+def _store_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
+    found = []
+    if row["batch"] <= STORE_DECODE_TOKENS:
+        found.append(Verdict(f"<= {STORE_DECODE_US:g} us", row["median_us"] <= STORE_DECODE_US))
+    if row["batch"] >= STORE_PREFILL_TOKENS:
+        share = STORE_SHARE_OF_COPY
+        found.append(Verdict(f">= {share:g} % of the copy", row["pct_of_ceiling"] >= share))
+    if row["kv_cache_dtype"] == SEARCH_DTYPE:
+        shape = ("provider", "batch", "num_kv_heads", "head_size")
+        for plain in rows:
+            same = all(plain[name] == row[name] for name in shape)
+            if same and plain["kv_cache_dtype"] == PLAIN_DTYPE and plain["median_us"]:
+                met = row["median_us"] <= SEARCH_FACTOR * plain["median_us"]
+                found.append(Verdict(f"<= {SEARCH_FACTOR:g} x {PLAIN_DTYPE}", met))
+    return found
+
+
+def verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
+    """The targets of one of our rows; none for other providers' rows and rows without a time.
+
+    `rows` are those of the same run: some targets are relative to another row.
+    """
+    if row["provider"] != OURS or row["median_us"] is None:
+        return []
+    if row["op"] == "store":
+        return _store_verdicts(row, rows)
+    if row["gpu"] != GPU or row["kv_cache_dtype"] != "fp8_e4m3":
+        return []
+    if row["op"] == "decode" and row["case"] in DECODE_US:
+        bound = DECODE_US[row["case"]]
+        return [Verdict(f"<= {bound} us", row["median_us"] <= bound)]
+    if row["op"] == "prefill" and row["case"] in PREFILL_TFLOPS:
+        bound = PREFILL_TFLOPS[row["case"]]
+        return [Verdict(f">= {bound} TFLOP/s", tflops(row) >= bound)]
+    return []

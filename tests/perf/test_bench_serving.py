@@ -1,0 +1,242 @@
+"""The serving benchmark without a GPU: its trace, its arithmetic, its inputs and its rows."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from perf import bench_serving, trace
+from perf.bench_serving import CHECK_STEP, CONFIGS, PAGE
+from perf.inputs import random_codes
+from perf.rows import OK, Measurement, check_row, make_row, make_workload
+from perf.sections import SERVING_COLUMNS, serving_lines
+from perf.timing import Timing
+from perf.trace import Layers, Step, TraceSpec, Work
+from tests.perf.helpers import MACHINE, METHOD
+
+SPEC = TraceSpec(requests=20, prompt_median=300, output_median=30, max_sequences=6, token_budget=64)
+
+
+def model(name):
+    return json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def small_layers(dtype, window=None):
+    (layer,) = trace.layers_of(model("llama-3.1-8b"), dtype, 4)
+    config = replace(layer.config, num_q_heads=4, num_kv_heads=2, head_size=64)
+    return layer._replace(config=replace(config, sliding_window=window))
+
+
+def test_a_trace_is_the_same_twice_and_another_with_another_seed():
+    assert trace.simulate(SPEC) == trace.simulate(SPEC)
+    assert trace.simulate(SPEC) != trace.simulate(replace(SPEC, seed=1))
+
+
+def test_the_committed_trace_has_all_kinds_of_steps():
+    steps = trace.simulate(TraceSpec())
+    assert {step.kind for step in steps} == {trace.PLAIN, trace.CHUNKED}
+    queries = {query for step in steps for query, _ in step.work}
+    assert {1, 4} <= queries and max(queries) > 1000
+    assert max(len(step.work) for step in steps) == TraceSpec().max_sequences
+
+
+@pytest.mark.parametrize("accept", (0.0, 0.7, 1.0))
+def test_every_token_is_computed_once(accept):
+    spec = replace(SPEC, accept=accept)
+    requests, steps = trace.make_requests(spec), trace.simulate(spec)
+    assert sum(step.chunk_tokens for step in steps) == sum(r.prompt for r in requests)
+    decoded = [item for step in steps for item in step.work if item.query <= 1 + spec.drafts]
+    assert all(item.query <= item.keys for item in decoded)
+    for step in steps:
+        assert sum(query for query, _ in step.work) <= spec.token_budget
+        assert 0 < len(step.work) <= spec.max_sequences
+    assert max(item.keys for step in steps for item in step.work) <= max(
+        request.prompt + request.output for request in requests
+    )
+
+
+def test_drafts_save_steps_as_often_as_they_are_accepted():
+    alone = replace(SPEC, requests=1, drafting=1.0, prompt_sigma=0.0, output_sigma=0.0)
+    decode_steps = {
+        accept: sum(not step.chunk_tokens for step in trace.simulate(replace(alone, accept=accept)))
+        for accept in (0.0, 1.0)
+    }
+    # The prompt's last chunk brings the first of 30 tokens; 29 come one or four at a time.
+    assert decode_steps == {0.0: 29, 1.0: 8}
+
+
+def test_a_budget_that_decoding_may_exceed_is_refused():
+    with pytest.raises(ValueError, match="token_budget: 23 is less than decoding may take"):
+        trace.simulate(replace(SPEC, token_budget=23))
+
+
+def test_samples_are_spread_and_of_one_kind():
+    steps = [Step((Work(1, i),), i % 2) for i in range(1, 101)]
+    found = trace.sample(steps, trace.PLAIN, 5)
+    assert [step.work[0].keys for step in found] == [12, 32, 52, 72, 92]
+    assert trace.sample(steps, trace.CHUNKED, 1000) == steps[::2]
+    assert trace.sample(steps[:1], trace.PLAIN, 5) == []
+
+
+@pytest.mark.parametrize(("tp_size", "heads"), ((1, (16, 4)), (2, (8, 2)), (8, (2, 1))))
+def test_layers_of_gemma_are_divided_among_devices(tp_size, heads):
+    sliding, full = trace.layers_of(model("gemma-4-31b"), "fp8", tp_size)
+    assert (sliding.count, full.count) == (sliding.cached, full.cached) == (50, 10)
+    assert (sliding.config.num_kv_heads, full.config.num_kv_heads) == heads
+    assert sliding.config.num_q_heads == full.config.num_q_heads == 32 // tp_size
+    assert (sliding.config.sliding_window, full.config.sliding_window) == (1024, None)
+
+
+def test_keys_read():
+    work = (Work(1, 100), Work(4, 100), Work(1, 10))
+    assert trace.keys_read(work, None) == 210
+    assert trace.keys_read(work, 50) == 50 + 53 + 10
+
+
+def test_capacity():
+    (llama,) = trace.layers_of(model("llama-3-70b"), "fp8", 1)
+    # 80 layers, 8 heads of 128 elements, K and V, one byte each; 100 tokens take two pages.
+    assert trace.sequence_bytes([llama], 100, 64) == 80 * 128 * 8 * 128 * 2
+    budget = 10 * 80 * 128 * 8 * 128 * 2
+    assert trace.capacity_tokens([llama], budget, 100, 64) == 1000
+    assert trace.capacity_tokens([llama], budget - 1, 100, 64) == 900
+    (bf16,) = trace.layers_of(model("llama-3-70b"), "bf16", 1)
+    assert trace.capacity_tokens([bf16], budget, 100, 64) == 500
+
+
+def test_a_window_keeps_the_pages_it_may_touch():
+    windowed = small_layers("fp8", window=130)
+    per_page = windowed.cached * 64 * windowed.config.bytes_per_token
+    assert trace.sequence_bytes([windowed], 64, 64) == per_page
+    assert trace.sequence_bytes([windowed], 10_000, 64) == 4 * per_page
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "fp8"))
+@pytest.mark.parametrize("window", (None, 100))
+def test_a_small_step_is_right_on_the_cpu(dtype, window):
+    result = bench_serving.check(small_layers(dtype, window), dtype, "cpu")
+    assert result.status == OK, result
+    assert 0 < result.rel_error < bench_serving.MAX_ERROR[dtype]
+
+
+def test_the_slow_reference_on_a_gpu_is_a_failure_other_warnings_are_not(monkeypatch):
+    reason = "flash_attn_varlen_func runs the slow torch reference: no kernel"
+    for text, status in ((reason, f"failed: UserWarning: {reason}"), ("something else", OK)):
+
+        def call(*_, text=text, attend=bench_serving.flash_attn_varlen_func, **arguments):
+            warnings.warn(text, stacklevel=2)
+            return attend(**arguments)
+
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch.setattr(bench_serving, "flash_attn_varlen_func", call)
+            assert bench_serving.check(small_layers("fp8"), "fp8", "cpu").status == status
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "fp8"))
+def test_the_store_writes_the_last_keys_of_each_sequence_and_nothing_else(dtype):
+    layer, pages = small_layers(dtype), bench_serving.pages_of(CHECK_STEP)
+    generator = torch.Generator().manual_seed(0)
+    pool = bench_serving.make_pool(layer, dtype, pages + 3, generator)
+    order = torch.randperm(pages + 3, generator=generator)[:pages]
+    inputs = bench_serving.make_step(layer, CHECK_STEP, pool, order)
+    before = pool.k.view(torch.uint8).clone()
+    bench_serving.store_call(inputs)()
+    changed = (pool.k.view(torch.uint8) != before).flatten(2).any(2)
+    expected = torch.zeros_like(changed)
+    for row, (query, keys) in zip(inputs.attention.block_table, CHECK_STEP, strict=True):
+        for token in range(keys - query, keys):
+            expected[row[token // PAGE], token % PAGE] = True
+    assert torch.equal(changed, expected)
+
+
+def test_moved_bytes():
+    layer = small_layers("fp8", window=50)
+    step = (Work(4, 100), Work(1, 10))
+    assert bench_serving.moved_bytes(layer, step, "attention") == (53 + 10) * 2 * 2 * 64
+    assert bench_serving.moved_bytes(layer, step, "store") == 5 * (2 + 1) * 2 * 2 * 64
+
+
+def test_a_step_is_the_sum_over_layers_and_the_mean_over_steps():
+    layers = [small_layers("fp8")._replace(name=name) for name in ("a", "b")]
+    layers = [layers[0]._replace(count=3, cached=2), layers[1]._replace(count=1, cached=1)]
+    steps = [
+        {"a": Timing(10.0, 9.0, 11.0), "b": Timing(100.0, 90.0, 110.0)},
+        {"a": Timing(20.0, 19.0, 21.0), "b": Timing(200.0, 190.0, 210.0)},
+    ]
+    found = bench_serving.over_layers(layers, "attention", steps)
+    assert found == Timing((130 + 260) / 2, (117 + 247) / 2, (143 + 273) / 2)
+    assert bench_serving.over_layers(layers, "store", steps[:1]).median_us == 120
+
+
+def test_a_dtype_that_no_kernel_reads_gets_a_reason_and_no_time():
+    layers = trace.layers_of(model("llama-3-70b"), "nvfp4", 1)
+    found = bench_serving.measure(layers, "nvfp4", [], rounds=1)
+    for part in bench_serving.PARTS:
+        assert found[part].rotating is None
+        assert found[part].status.startswith("full_attention: no kernel: ")
+
+
+def test_one_kind_of_layer_that_is_wrong_leaves_the_step_without_a_time(monkeypatch):
+    layers = trace.layers_of(model("gemma-4-31b"), "fp8", 1)
+    steps = trace.sample(trace.simulate(SPEC), trace.PLAIN, 3)
+    unit = dict.fromkeys(bench_serving.PARTS, Timing(1.0, 0.5, 2.0))
+    monkeypatch.setattr(bench_serving, "time_layer", lambda *_: unit)
+    monkeypatch.setattr(bench_serving, "check", lambda *_: Measurement(OK, 1e-3))
+    found = bench_serving.measure(layers, "fp8", steps, rounds=1)
+    assert found["store"] == Measurement(OK, None, Timing(60.0, 30.0, 120.0))
+    verdicts = {"sliding_attention": Measurement(OK, 1e-3), "full_attention": Measurement("wrong")}
+    monkeypatch.setattr(bench_serving, "check", lambda layer, *_: verdicts[layer.name])
+    found = bench_serving.measure(layers, "fp8", steps, rounds=1)
+    assert found["attention"] == Measurement("full_attention: wrong")
+
+
+def rows_of(status=OK):
+    layers = trace.layers_of(model("gemma-4-31b"), "fp8", 2)
+    steps = trace.simulate(SPEC)
+    sampled = trace.sample(steps, trace.PLAIN, 2)
+    facts = bench_serving.facts_of(SPEC, steps, sampled, layers, 40.0)
+    rows = []
+    for part, us in (("attention", 3000.0), ("store", 500.0)):
+        timing = Timing(us, us, us) if status == OK else None
+        case = bench_serving.ServingCase(
+            "gemma-4-31b", 2, "fp8", trace.PLAIN, part, tuple(facts.items())
+        )
+        workload = make_workload(case, MACHINE, METHOD)
+        result = Measurement(status, None, timing)
+        rows.append(make_row("cute_kernels", case, result, workload, MACHINE, 4.0, 10**9))
+    return rows
+
+
+def test_rows_are_result_rows():
+    for row in rows_of():
+        check_row(json.loads(json.dumps(row)))
+    work = rows_of()[0]["workload"]
+    assert work["steps_in_trace"] == sum(not s.chunk_tokens for s in trace.simulate(SPEC))
+    assert work["output_tokens"] == sum(r.output for r in trace.make_requests(SPEC))
+
+
+def test_the_table_has_times_capacity_and_reasons():
+    ((*cells, status),) = serving_lines(rows_of())
+    work = rows_of()[0]["workload"]
+    assert cells[:3] == ["gemma-4-31b", "2", "`fp8`"] and len(cells) + 1 == len(SERVING_COLUMNS)
+    assert cells[4:7] == ["3000", "500.0", "3500"] and status == ""
+    assert cells[7] == f"{3500 * work['steps_in_trace'] / 1e6:.2f}"
+    assert cells[8:] == ["8 %", f"{work['kv_capacity_tokens']:,} in 40 GiB"]
+    ((*cells, status),) = serving_lines(rows_of("no kernel: nvfp4"))
+    assert status == "no kernel: nvfp4" and cells[4:9] == [""] * 5
+    assert cells[9] == f"{work['kv_capacity_tokens']:,} in 40 GiB"
+
+
+def test_pools_hold_what_their_dtype_says():
+    generator = torch.Generator().manual_seed(0)
+    layer: Layers = small_layers("fp8")
+    fp8 = bench_serving.make_pool(layer, "fp8", 2, generator)
+    assert fp8.k.dtype is torch.float8_e4m3fn and fp8.k.shape == (2, PAGE, 2, 64)
+    assert not fp8.k.float().isnan().any() and not torch.equal(fp8.k.float(), fp8.v.float())
+    assert bench_serving.make_pool(layer, "bf16", 2, generator).v.dtype is torch.bfloat16
+    assert len(random_codes(4096, generator).unique()) == 254
