@@ -98,7 +98,8 @@ def test_storing_and_routed_calls_ask_for_the_plan_and_nothing_else(name, tp_siz
 def units_of_a_step(head_size: int, q_heads: int, kv_heads: int, tokens: int, batch: int):
     """What `batch` sequences with `tokens` query tokens, and one with a single one, ask for."""
     total, group = batch * tokens + 1, q_heads // kv_heads
-    bounds = Bounds(batch + 1, total, tokens, group, kv_heads, head_size, deterministic=False)
+    sizes = (batch + 1, total, tokens, group, kv_heads, head_size)
+    bounds = Bounds(*sizes, deterministic=False, fp8=True)
     chosen = route(bounds, sm_count=132)
     configs: list[tuple[str, object]] = [
         (store.kernel_name("sm_90a"), store.make_config("fp8", "bf16", "sm_90a"))
