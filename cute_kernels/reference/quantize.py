@@ -114,7 +114,7 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ValueError: an argument not as above.
     """
     groups = _grouped("x", widened(x), MXFP4_GROUP)
-    e = ue8m0.ceil_exponent(_amax(groups).clamp(min=_MXFP4_MIN_AMAX) * _INVERSE[6])
+    e = ue8m0.ceil_exponent(largest_magnitude(groups).clamp(min=_MXFP4_MIN_AMAX) * _INVERSE[6])
     codes = e2m1.encode(groups * ue8m0.power_of_two(-e).unsqueeze(-1))
     return e2m1.pack(codes.flatten(-2)), ue8m0.encode(e)
 
@@ -187,7 +187,7 @@ def _search_scale(
     x: torch.Tensor, scale: torch.Tensor, search: ScaleSearch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 codes (..., G) and E2M1 codes (..., G, 16) of groups `x` (..., G, 16)."""
-    amax = _amax(x)
+    amax = largest_magnitude(x)
     inv_scale = reciprocal(scale)
     code = {d: e4m3.encode((amax * inv_d) * inv_scale).int() for d, inv_d in _INVERSE.items()}
     best = code[6]
@@ -228,7 +228,8 @@ def _trial(
     return codes, half[..., 0] + half[..., 1]
 
 
-def _amax(groups: torch.Tensor) -> torch.Tensor:
+def largest_magnitude(groups: torch.Tensor) -> torch.Tensor:
+    """max |x| over the last dim; a NaN does not count, and NaNs alone have 0."""
     return groups.abs().masked_fill(groups.isnan(), 0.0).amax(-1)
 
 

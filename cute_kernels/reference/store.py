@@ -88,7 +88,7 @@ def reshape_and_cache(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale,
         v_scale_layout,
     )  # fmt: skip
-    rows, slots = _rows_to_write(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
+    rows, slots = rows_to_write(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     sides = (("k", key, key_cache, k_scale), ("v", value, value_cache, v_scale))
     for side, x, cache, scale in sides:
         scale = _head_scale(scale, f"{side}_scale", x, x.device)
@@ -257,7 +257,7 @@ def sequence_slots(pages: torch.Tensor, length: int, block_size: int) -> torch.T
     return pages.long()[position // block_size] * block_size + position % block_size
 
 
-def _rows_to_write(slot_mapping: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_to_write(slot_mapping: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and their slots, each slot once, sorted: the last row of each is kept."""
     rows = ((slot_mapping >= 0) & (slot_mapping < capacity)).nonzero().squeeze(1)
     slots, order = slot_mapping[rows].sort(stable=True)
