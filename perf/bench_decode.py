@@ -10,14 +10,13 @@ exit status is 1 when a provider was wrong or failed.
 
 from __future__ import annotations
 
-import shlex
 import sys
 
 import click
-import torch
 from tqdm import tqdm
 
 from perf.cases import DECODE_CASES, QUICK_CASES, DecodeCase, select_cases
+from perf.command import begin, finish
 from perf.inputs import ROTATED_BYTES, KVPool, make_input_sets
 from perf.providers import Provider, select_providers
 from perf.report import print_report
@@ -25,10 +24,8 @@ from perf.rows import (
     OK,
     Machine,
     Measurement,
-    describe_machine,
     make_row,
     make_workload,
-    write_rows,
 )
 from perf.timing import (
     Contender,
@@ -143,20 +140,13 @@ def main(
         for case in DECODE_CASES:
             click.echo(case.name)
         return
-    if not torch.cuda.is_available():
-        raise click.ClickException("the benchmark needs a CUDA device")
-    command = shlex.join(["python", "-m", "perf.bench_decode", *sys.argv[1:]])
-    machine = describe_machine(command, commit)
+    machine = begin("perf.bench_decode", commit)
     rows = run(chosen, contenders, machine, min(rounds, 5) if quick else rounds)
-    if json_path:
-        write_rows(json_path, rows)
     if png_path:
         from perf.report import plot_bandwidth
 
         plot_bandwidth(rows, png_path)
-    print_report(rows)
-    if any(row["status"].startswith(("wrong", "failed")) for row in rows):
-        raise SystemExit(1)
+    finish(rows, json_path, print_report)
 
 
 if __name__ == "__main__":

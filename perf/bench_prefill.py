@@ -11,30 +11,27 @@ was wrong or failed.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from perf.bench_decode import check
 from perf.cases import DecodeCase
+from perf.command import begin, finish
 from perf.inputs import InputSet, KVPool, make_input_sets
 from perf.providers import PROVIDERS, Provider
 from perf.rows import (
     OK,
     Machine,
     Measurement,
-    describe_machine,
     make_row,
     make_workload,
-    write_rows,
 )
 from perf.timing import Call, Contender, calls_per_graph, median_us, time_rotating
 from perf.traffic import ReductionProbe, flops, read_ceilings
@@ -129,15 +126,7 @@ def main(cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str
     ]
     if not chosen:
         raise click.UsageError(f"no case matches; known: {', '.join(c.name for c in CASES)}")
-    if not torch.cuda.is_available():
-        raise click.ClickException("the benchmark needs a CUDA device")
-    command = shlex.join(["python", "-m", "perf.bench_prefill", *sys.argv[1:]])
-    rows = run(chosen, describe_machine(command, commit), rounds)
-    if json_path:
-        write_rows(json_path, rows)
-    print_table(rows)
-    if any(row["status"].startswith(("wrong", "failed")) for row in rows):
-        raise SystemExit(1)
+    finish(run(chosen, begin("perf.bench_prefill", commit), rounds), json_path, print_table)
 
 
 if __name__ == "__main__":

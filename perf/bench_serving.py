@@ -13,7 +13,6 @@ Beside the time stands what the dtype is for: how many tokens fit.
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
 import sys
 import warnings
@@ -33,16 +32,15 @@ from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
 from kvcache import can_run
 from perf import trace
+from perf.command import begin, finish
 from perf.inputs import CODE_RMS, MAX_SETS, ROTATED_BYTES, InputSet, random_codes
 from perf.providers import NOT_IMPLEMENTED, varlen_arguments
 from perf.rows import (
     OK,
     Machine,
     Measurement,
-    describe_machine,
     make_row,
     make_workload,
-    write_rows,
 )
 from perf.sections import SERVING_COLUMNS, serving_lines
 from perf.timing import Call, Contender, Timing, median_us, time_rotating
@@ -361,17 +359,10 @@ def main(
     json_path: str | None,
     commit: str | None,
 ) -> None:
-    if not torch.cuda.is_available():
-        raise click.ClickException("the benchmark needs a CUDA device")
-    command = shlex.join(["python", "-m", "perf.bench_serving", *sys.argv[1:]])
+    machine = begin("perf.bench_serving", commit)
     cells = [(m, tp, dtype) for m in models for tp in tp_sizes for dtype in dtypes]
     options = Options(TraceSpec(), steps, kv_gib, rounds)
-    rows = run(cells, describe_machine(command, commit), options)
-    if json_path:
-        write_rows(json_path, rows)
-    print_report(rows)
-    if any("wrong" in row["status"] for row in rows):
-        raise SystemExit(1)
+    finish(run(cells, machine, options), json_path, print_report)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ direction: its rate is the ceiling of a case (`read_ceiling_tb_per_s` in the row
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,16 +24,15 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from perf.command import begin, finish
 from perf.inputs import MAX_SETS, ROTATED_BYTES
 from perf.providers import NOT_INSTALLED
 from perf.rows import (
     OK,
     Machine,
     Measurement,
-    describe_machine,
     make_row,
     make_workload,
-    write_rows,
 )
 from perf.timing import Contender, Timing, calls_per_graph, time_host, time_rotating, time_single
 
@@ -254,15 +252,7 @@ def main(cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str
         chosen = select_cases(cases)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    if not torch.cuda.is_available():
-        raise click.ClickException("the benchmark needs a CUDA device")
-    command = shlex.join(["python", "-m", "perf.bench_store", *sys.argv[1:]])
-    rows = run(chosen, describe_machine(command, commit), rounds)
-    if json_path:
-        write_rows(json_path, rows)
-    print_report(rows)
-    if any(row["status"].startswith(("wrong", "failed")) for row in rows):
-        raise SystemExit(1)
+    finish(run(chosen, begin("perf.bench_store", commit), rounds), json_path, print_report)
 
 
 if __name__ == "__main__":

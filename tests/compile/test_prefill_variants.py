@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
 import pytest
 
 from cute_kernels.attention.decode_sm90.config import SMEM_BYTES_PER_CTA
@@ -18,31 +14,13 @@ from cute_kernels.attention.prefill_sm90.config import (
     support_table,
 )
 from tests.compile.cubin import count
-from tests.compile.prefill_variants import Report, compile_all
+from tests.compile.prefill_variants import Report
 
 TABLE = support_table()
 # Bytes of stack a thread. What is spilled is spilled around code that rarely runs (softcap, masks,
 # moving references); at head size 128 also some of the row sums, once a tile, and at 256 addresses
 # in the producer, which issues 64 loads a tile of pages of 16 tokens.
 MAX_STACK_BYTES = {64: 16, 128: 128, 256: 128, 512: 32}
-
-
-@pytest.fixture(scope="session")
-def prefill_report(request: pytest.FixtureRequest, tmp_path_factory) -> Report:
-    """What `compile_all` returns. One test process compiles, the others wait and read its file."""
-    from filelock import FileLock
-
-    shared: Path = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):  # pytest-xdist: a folder in that of the run
-        shared = shared.parent
-    path = shared / "prefill.json"
-    with FileLock(shared / "prefill.lock"):
-        if not path.exists():
-            text = json.dumps(compile_all(tmp_path_factory.mktemp("prefill")))
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, path)
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def compiled(report: Report, config: PrefillConfig) -> Report:

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
 import pytest
 
 from cute_kernels.compile.plans import CompileUnit
 from cute_kernels.formats import ScaleSearch
 from cute_kernels.store.config import TARGETS, THREADS, StoreConfig
 from tests.compile.cubin import count
-from tests.compile.store_variants import Report, compile_all, store_units, unit_id
+from tests.compile.store_variants import Report, store_units, unit_id
 
 UNITS = store_units()
 STORES = [unit for unit in UNITS if isinstance(unit.config, StoreConfig)]
 REGISTERS_PER_SM = 65536
 CONVERSION = "F2FP.SATFINITE.E2M1.F32"
-
-
-@pytest.fixture(scope="session")
-def store_report(request: pytest.FixtureRequest, tmp_path_factory) -> Report:
-    """What `compile_all` returns. One test process compiles, the others wait and read its file."""
-    from filelock import FileLock
-
-    shared: Path = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):  # pytest-xdist: a folder in that of the run
-        shared = shared.parent
-    path = shared / "stores.json"
-    with FileLock(shared / "stores.lock"):
-        if not path.exists():
-            text = json.dumps(compile_all(tmp_path_factory.mktemp("stores")))
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, path)
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def over(units: list[CompileUnit]) -> pytest.MarkDecorator:

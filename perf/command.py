@@ -1,0 +1,37 @@
+"""What the commands of all benchmarks begin and end with."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+
+from perf.rows import Machine, describe_machine, write_rows
+
+
+def begin(module: str, commit: str | None) -> Machine:
+    """The machine of a run, with the command line that made it.
+
+    Raises:
+        ClickException: no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise click.ClickException("the benchmark needs a CUDA device")
+    return describe_machine(shlex.join(["python", "-m", module, *sys.argv[1:]]), commit)
+
+
+def finish(
+    rows: list[dict[str, Any]],
+    json_path: str | None,
+    show: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """Keep and show the rows; exit status 1 where a result was wrong or failed."""
+    if json_path:
+        write_rows(json_path, rows)
+    show(rows)
+    if any("wrong" in row["status"] or row["status"].startswith("failed") for row in rows):
+        raise SystemExit(1)
