@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.attention.decode_sm90 import config as decode_sm90
+from cute_kernels.attention.prefill_sm90 import config as prefill_sm90
 from cute_kernels.formats import KV_CACHE_DTYPES
 from cute_kernels.store import config as store
 
@@ -32,13 +33,15 @@ class PageSizes:
 class KernelContract:
     """What one kernel can be asked for. Its ``op.can_run`` decides about a concrete call.
 
-    name: the kernel's folder. architectures: compile targets ("sm_90a").
+    name: the kernel's folder; with an ending for a second policy of the same kernel.
+    architectures: compile targets ("sm_90a").
     head_sizes: elements of a head. kv_cache_formats: storage formats ("fp8_e4m3").
     q_dtypes: "bf16", "fp16"; the output has the queries' dtype.
+    cache_in_q_dtype: of `kv_cache_formats` only that of the queries' own name goes with them.
     tile_tokens: keys that one step of the kernel takes.
     page_sizes: what the kernel can read. A planner that is offered a set tends to choose its
-        smallest member, so only ``advertised_page_sizes``, one load a tile, are to be offered;
-        ``preferred_page_size`` is the one to take when all are free.
+        smallest member, so only ``advertised_page_sizes``, which take the fewest loads, are to be
+        offered; ``preferred_page_size`` is the one to take when all are free.
     rows_per_pass: (head size, packed rows) pairs: query rows, GQA group x query tokens, that share
         one pass over K and V. More rows than that take more passes.
     kv_layouts: token and head order of a page ("NHD", "HND"), or K and V side by side in one row of
@@ -51,6 +54,7 @@ class KernelContract:
     head_sizes: tuple[int, ...]
     kv_cache_formats: tuple[str, ...]
     q_dtypes: tuple[str, ...]
+    cache_in_q_dtype: bool
     tile_tokens: int
     page_sizes: PageSizes
     advertised_page_sizes: PageSizes
@@ -81,12 +85,37 @@ FEATURES = {
     "sinks": "attention sinks",
     "lse": "LSE",
     "cuda_graph": "CUDA graphs",
+    # A sequence's keys are dealt to many CTAs. Without, few long sequences leave SMs idle.
+    "split_keys": "keys split over CTAs",
+    # On request (`deterministic=True`): a sequence's bits are those of any call with the same query
+    # tokens of it. Which query tokens those are does matter.
+    "batch_invariant": "bits independent of the batch",
 }
+# What the SM90 kernels share: masks, operands and output are the same code.
+_SM90_FEATURES = (
+    "paged",
+    "ragged",
+    "causal",
+    "sliding_window",
+    "softcap",
+    "sinks",
+    "lse",
+    "cuda_graph",
+)
 
 
 def contracts() -> tuple[KernelContract, ...]:
-    """The contract of every attention kernel, in no order of preference."""
-    return (_decode_sm90(),)
+    """The contract of every attention kernel.
+
+    Several may take the same call. A sequence is then served by the one whose pass over K and V
+    holds its packed rows with the fewest to spare, see ``attention/route_sm90.py``.
+    """
+    prefill = prefill_sm90.support_table()
+    return (
+        _decode_sm90(),
+        _prefill_sm90("prefill_sm90", [each for each in prefill if each.converts]),
+        _prefill_sm90("prefill_sm90_16_bits", [each for each in prefill if not each.converts]),
+    )
 
 
 def _decode_sm90() -> KernelContract:
@@ -97,22 +126,34 @@ def _decode_sm90() -> KernelContract:
         head_sizes=config.HEAD_SIZES,
         kv_cache_formats=("fp8_e4m3",),
         q_dtypes=config.Q_DTYPES,
+        cache_in_q_dtype=False,
         tile_tokens=config.TILE_TOKENS,
         page_sizes=PageSizes((), min(config.BOX_TOKENS)),
         advertised_page_sizes=PageSizes((config.TILE_TOKENS,), config.TILE_TOKENS),
         preferred_page_size=config.TILE_TOKENS,
         rows_per_pass=tuple((size, config.row_buckets(size)[-1]) for size in config.HEAD_SIZES),
         kv_layouts=("NHD", "HND", "interleaved"),
-        features=(
-            "paged",
-            "ragged",
-            "causal",
-            "sliding_window",
-            "softcap",
-            "sinks",
-            "lse",
-            "cuda_graph",
-        ),
+        features=(*_SM90_FEATURES, "split_keys"),
+    )
+
+
+def _prefill_sm90(name: str, variants: list[prefill_sm90.PrefillConfig]) -> KernelContract:
+    config = prefill_sm90
+    rows = {each.head_size: each.rows for each in variants}
+    return KernelContract(
+        name=name,
+        architectures=("sm_90a",),
+        head_sizes=tuple(sorted(rows)),
+        kv_cache_formats=tuple(dict.fromkeys(each.kv_format for each in variants)),
+        q_dtypes=tuple(dict.fromkeys(each.q_dtype for each in variants)),
+        cache_in_q_dtype=all(each.kv_format == each.q_dtype for each in variants),
+        tile_tokens=config.TILE_TOKENS,
+        page_sizes=PageSizes((), min(each.box_tokens for each in variants)),
+        advertised_page_sizes=PageSizes((config.HALF_TOKENS,), config.HALF_TOKENS),
+        preferred_page_size=config.HALF_TOKENS,
+        rows_per_pass=tuple(sorted(rows.items())),
+        kv_layouts=("NHD", "HND", "interleaved"),
+        features=(*_SM90_FEATURES, "batch_invariant"),
     )
 
 
@@ -137,13 +178,14 @@ def _column(contract: KernelContract) -> dict[str, str]:
     return {
         "kernel": f"`{contract.name}`",
         "compiled for": _code(contract.architectures),
-        "KV cache": _code(contract.kv_cache_formats),
+        "KV cache": _code(contract.kv_cache_formats)
+        + (", as the queries" if contract.cache_in_q_dtype else ""),
         "queries, output": _code(contract.q_dtypes),
         "head size": _listed(contract.head_sizes),
         "page size, tokens": (
             f"multiples of {contract.page_sizes.multiple_of}; {contract.preferred_page_size} "
-            f"preferred: multiples of {contract.advertised_page_sizes.multiple_of} take one load "
-            "per tile"
+            f"preferred: multiples of {contract.advertised_page_sizes.multiple_of} take the fewest "
+            "loads"
         ),
         "page layout": f"{_listed(contract.kv_layouts)}, by strides",
         "query rows per pass over K and V (GQA group x query tokens)": "; ".join(

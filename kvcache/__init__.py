@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         explain,
         nearest_kv_cache_dtype,
         select_kernel,
+        select_kernels,
         supports_quant_query_input,
     )
 
@@ -92,6 +93,7 @@ __all__ = [
     "save_scales",
     "select_common_block_size",
     "select_kernel",
+    "select_kernels",
     "split_block_table",
     "suggest_scales",
     "supports_quant_query_input",
@@ -137,6 +139,7 @@ _NAMES = {
         "explain",
         "nearest_kv_cache_dtype",
         "select_kernel",
+        "select_kernels",
         "supports_quant_query_input",
     ),
 }

@@ -19,7 +19,7 @@ from kvcache.cli_kernels import cache_group, warmup_command
 from kvcache.config import capability_of
 from kvcache.hybrid import LayerGroup, plan_pages
 from kvcache.models import LayerKind, layer_kinds
-from kvcache.selection import can_run, explain, select_kernel
+from kvcache.selection import can_run, decode_caveat, explain, select_kernel, select_kernels
 
 
 @click.group()
@@ -49,7 +49,7 @@ main.add_command(doctor_command)
 def explain_command(
     model: Path, arch: str, kv_cache_dtype: str, text_only: bool, verbose: bool
 ) -> None:
-    """Say for each kind of layer which kernel serves it, or why none does.
+    """Say for each kind of layer which kernels decode and prefill it, or why none does.
 
     The exit status is 1 where a kind of layer with a KV cache has no kernel. Heads are the whole
     model's: tensor parallelism divides them.
@@ -68,6 +68,8 @@ def explain_command(
             screen.print(Text(f"{kind.name}: {explain(kind.config)}"))
         elif reason is not None:
             screen.print(Text(f"{kind.name}: {reason}"))
+        elif kind.config is not None and (caveat := decode_caveat(kind.config)):
+            screen.print(Text(f"{kind.name}: {caveat}"))
     if any(reason is not None for reason in reasons):
         raise SystemExit(1)
     _print_plan(screen, kinds)
@@ -82,7 +84,8 @@ def _reason(kind: LayerKind) -> str | None:
 
 def _table(kinds: Sequence[LayerKind], reasons: Sequence[str | None]) -> Table:
     table = Table(box=SIMPLE_HEAD)
-    for title in ("layers", "#", "window", "heads", "size", "kernel", "page", "bytes/token"):
+    titles = "layers # window heads size decode prefill page bytes/token"
+    for title in titles.split():
         table.add_column(title, no_wrap=True)
     for kind, reason in zip(kinds, reasons, strict=True):
         count = str(len(kind.layers))
@@ -99,6 +102,7 @@ def _table(kinds: Sequence[LayerKind], reasons: Sequence[str | None]) -> Table:
             f"{config.num_q_heads}/{config.num_kv_heads}",
             str(config.head_size),
             select_kernel(config).name if served else "none",
+            select_kernels(config)[-1].name if served else "",
             str(get_preferred_block_size_for_config(1, config)) if served else "",
             str(config.bytes_per_token) if served else "",
         )

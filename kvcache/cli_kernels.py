@@ -54,6 +54,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--page-size", default="", callback=_numbers, help="Tokens of a page, like 16,64.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16"]), help="What the model computes in.")
 @click.option("--text-only", is_flag=True, help="No images will be sent to the model.")
+@click.option("--batch-invariant", is_flag=True, help="Calls will have deterministic=True.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -96,6 +97,7 @@ def _plan(
     page_size: tuple[int, ...],
     dtype: str | None,
     text_only: bool,
+    batch_invariant: bool,
 ) -> WarmupPlan:
     try:
         return plan_warmup(
@@ -107,6 +109,7 @@ def _plan(
             page_sizes=page_size,
             query_dtype=dtype,
             text_only=text_only,
+            batch_invariant=batch_invariant,
         )
     except (OSError, ValueError) as error:
         raise click.ClickException(f"{model}: {error}") from error

@@ -31,7 +31,8 @@ class AttentionConfig:
     softcap, sinks, mla: whether the layer has soft-capped scores, attention sinks, latent K and V.
     bidirectional_spans: whether some tokens (an image's) also see later ones.
     chunked: whether attention is local to chunks of the sequence.
-    batch_invariant: whether a sequence's bits must not depend on the rest of the batch.
+    batch_invariant: whether a sequence's bits must not depend on the rest of the batch (calls with
+        deterministic=True). On which of its query tokens share a call they may still depend.
 
     Raises:
         ValueError: a field that cannot be right. A configuration that is right and that no kernel

@@ -19,7 +19,6 @@ NEEDS = {
     **registry.FEATURES,
     "bidirectional_spans": "bidirectional spans",
     "chunked": "chunked attention",
-    "batch_invariant": "bits independent of the batch",
     "mla": "latent K and V (MLA)",
 }
 
@@ -113,6 +112,15 @@ def shape_refusals(contract: KernelContract, config: AttentionConfig) -> list[st
     if config.query_dtype not in contract.q_dtypes:
         found.append(
             f"query dtype {config.query_dtype}, the kernel takes {_any(contract.q_dtypes)}"
+        )
+    elif (
+        contract.cache_in_q_dtype
+        and config.dtype.storage in contract.kv_cache_formats
+        and config.dtype.storage != config.query_dtype
+    ):
+        found.append(
+            f"a {config.dtype.storage} cache with {config.query_dtype} queries, the kernel reads "
+            "the queries' dtype"
         )
     if config.head_size not in contract.head_sizes:
         found.append(f"head size {config.head_size}, the kernel has {_any(contract.head_sizes)}")

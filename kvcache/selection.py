@@ -33,8 +33,13 @@ def can_run(config: AttentionConfig) -> str | None:
     return f"{reason}; the nearest kv_cache_dtype that works is {nearest!r}"
 
 
-def select_kernel(config: AttentionConfig) -> KernelContract:
-    """The kernel that serves this configuration: the first whose contract accepts it.
+def select_kernels(config: AttentionConfig) -> tuple[KernelContract, ...]:
+    """The kernels that share the calls of this configuration, fewest rows per pass first.
+
+    A sequence is served by the first whose pass over K and V holds its rows (GQA group x query
+    tokens), by the last where none does. Of kernels with equal passes the first declared is named.
+    On the device one thing is different: a call with too few rows to fill the GPU is served whole
+    by a kernel that splits keys, if there is one among them.
 
     Raises:
         NotImplementedError: with the reason of `can_run`.
@@ -42,8 +47,39 @@ def select_kernel(config: AttentionConfig) -> KernelContract:
     reason = can_run(config)
     if reason is not None:
         raise NotImplementedError(reason)
-    return next(
-        contract for contract in contracts.readers() if not contracts.refusals(contract, config)
+    by_rows: dict[int, KernelContract] = {}
+    for contract in contracts.readers():
+        if not contracts.refusals(contract, config):
+            by_rows.setdefault(contract.max_packed_rows(config.head_size), contract)
+    return tuple(by_rows[rows] for rows in sorted(by_rows))
+
+
+def select_kernel(config: AttentionConfig, query_tokens: int = 1) -> KernelContract:
+    """The kernel that serves sequences of so many query tokens; see `select_kernels`.
+
+    Raises:
+        ValueError: query_tokens < 1. NotImplementedError: with the reason of `can_run`.
+    """
+    check_type("query_tokens", query_tokens, int, "an int >= 1")
+    if query_tokens < 1:
+        raise ValueError(f"query_tokens: got {query_tokens}; accepted: >= 1")
+    kernels, rows = select_kernels(config), config.group * query_tokens
+    fitting = (each for each in kernels if rows <= each.max_packed_rows(config.head_size))
+    return next(fitting, kernels[-1])
+
+
+def decode_caveat(config: AttentionConfig) -> str | None:
+    """What to know before decoding where no kernel splits the keys of a sequence, or None.
+
+    Raises:
+        NotImplementedError: no kernel serves this configuration.
+    """
+    kernels = select_kernels(config)
+    if any("split_keys" in kernel.features for kernel in kernels):
+        return None
+    return (
+        f"{kernels[0].name} does not split a sequence's keys over CTAs: decoding is right, but "
+        "slow for few sequences with long contexts"
     )
 
 
@@ -100,47 +136,49 @@ def can_share_cache(target: AttentionConfig, draft: AttentionConfig) -> str | No
 
 
 def supports_quant_query_input(config: AttentionConfig) -> bool:
-    """Whether the kernel takes queries quantized as the cache is.
+    """Whether the kernels take queries quantized as the cache is.
 
-    False where K and V are dequantized in the kernel and the queries keep 16 bits: quantizing them
-    would lose accuracy and gain nothing.
+    False for a cache that is not quantized, and where K and V are dequantized in the kernel and the
+    queries keep 16 bits: quantizing them would lose accuracy and gain nothing.
 
     Raises:
         NotImplementedError: no kernel serves this configuration.
     """
-    kernel = select_kernel(config)
-    return config.dtype.storage in kernel.q_dtypes
+    kernels = select_kernels(config)
+    return config.dtype.quant_mode is not QuantMode.NONE and all(
+        config.dtype.storage in kernel.q_dtypes for kernel in kernels
+    )
 
 
 @dataclass(frozen=True)
 class BatchClass:
     """kind: "decode" or "prefill". packed_rows: query rows a KV head (GQA group x query tokens).
-    passes: how often the kernel reads K and V for them.
+    kernel: the name of the one that serves them. passes: how often it reads K and V for them.
     """
 
     kind: Literal["decode", "prefill"]
     packed_rows: int
     passes: int
+    kernel: str
 
 
 def classify_batch(config: AttentionConfig, query_tokens: int) -> BatchClass:
     """Decode or prefill, for sequences with up to `query_tokens` query tokens each.
 
-    A verify batch of k draft tokens has k + 1. Up to the most rows that the kernel packs at any
-    head size (64) a batch is decode, whatever its own head size: at those where fewer fit, `passes`
-    says how many passes over K and V it takes.
+    A verify batch of k draft tokens has k + 1. Up to the most rows that a kernel with split keys
+    packs at any head size (64) a batch is decode, whatever its own head size and cache; `kernel`
+    and `passes` say what that means for it.
 
     Raises:
         ValueError: query_tokens < 1. NotImplementedError: no kernel serves the configuration.
     """
-    check_type("query_tokens", query_tokens, int, "an int >= 1")
-    if query_tokens < 1:
-        raise ValueError(f"query_tokens: got {query_tokens}; accepted: >= 1")
-    contract = select_kernel(config)
+    kernel = select_kernel(config, query_tokens)
     rows = config.group * query_tokens
-    most = max(limit for _, limit in contract.rows_per_pass)
-    passes = -(-rows // contract.max_packed_rows(config.head_size))
-    return BatchClass("decode" if rows <= most else "prefill", rows, passes)
+    splitting = (each for each in contracts.readers() if "split_keys" in each.features)
+    limits = (limit for each in splitting for _, limit in each.rows_per_pass)
+    most = max(limits, default=kernel.max_packed_rows(config.head_size))
+    passes = -(-rows // kernel.max_packed_rows(config.head_size))
+    return BatchClass("decode" if rows <= most else "prefill", rows, passes, kernel.name)
 
 
 def explain(config: AttentionConfig) -> str:
@@ -154,8 +192,23 @@ def explain(config: AttentionConfig) -> str:
     names = [writer.name for writer in contracts.writers_for(config)]
     verb = "write" if len(names) > 1 else "writes"
     lines.append(f"  {' and '.join(names) or 'nothing here'} {verb} it")
+    if reason is None:
+        lines += [f"  {line}" for line in (_shares(config), decode_caveat(config)) if line]
     lines.append("  served" if reason is None else f"  not served: {reason}")
     return "\n".join(lines)
+
+
+def _shares(config: AttentionConfig) -> str:
+    """Which kernel serves which sequences, in words."""
+    kernels = select_kernels(config)
+    shares, first = [], 1
+    for kernel in kernels[:-1]:
+        most = kernel.max_packed_rows(config.head_size) // config.group
+        if most >= first:
+            shares.append(f"{kernel.name} serves sequences of up to {most} query tokens")
+            first = most + 1
+    rest = "those of more" if shares else "serves sequences of any number of query tokens"
+    return ", ".join((*shares, f"{kernels[-1].name} {rest}"))
 
 
 def describe(config: AttentionConfig) -> str:
@@ -192,7 +245,12 @@ def _missing(config: AttentionConfig) -> str | None:
     if not contracts.writers_for(config):
         halves.append("the store is missing (no kernel or page format here writes such a cache)")
     if not halves:
-        found = {contract.name: contracts.refusals(contract, config) for contract in readers}
+        # Kernels for other caches have nothing to say about this one.
+        found = {
+            contract.name: contracts.shape_refusals(contract, config)
+            for contract in readers
+            if not contracts.cache_refusals(contract, config)
+        }
         return _each(found) if all(found.values()) else None
     # Also what another dtype would not change.
     found = {
@@ -200,6 +258,8 @@ def _missing(config: AttentionConfig) -> str | None:
         for contract in readers
         if contracts.runs_on(contract.architectures, config.capability)
     }
+    if not all(found.values()):
+        found = {}
     what = f"kv_cache_dtype {config.kv_cache_dtype!r} on {config.device_name}"
     return "; ".join(filter(None, (f"{what}: {' and '.join(halves)}", _each(found))))
 
@@ -209,4 +269,8 @@ def _checked(config: AttentionConfig) -> AttentionConfig:
 
 
 def _each(found: dict[str, list[str]]) -> str:
-    return "; ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in found.items() if reasons)
+    """The reasons of each kernel; kernels with the same ones together."""
+    names: dict[str, list[str]] = {}
+    for name, reasons in found.items():
+        names.setdefault("; ".join(reasons), []).append(name)
+    return "; ".join(f"{', '.join(who)}: {reasons}" for reasons, who in names.items() if reasons)

@@ -56,6 +56,7 @@ def plan_warmup(
     page_sizes: Iterable[int] = (),
     query_dtype: str | None = None,
     text_only: bool = False,
+    batch_invariant: bool = False,
 ) -> WarmupPlan:
     """Every compile unit that serving this model asks for, whatever the traffic.
 
@@ -72,6 +73,7 @@ def plan_warmup(
         page_sizes: tokens of a page, as the kernel is given it; what the kernels prefer if empty.
         query_dtype: what the model computes in, where that is not what its file says.
         text_only: no images are sent.
+        batch_invariant: calls are made with deterministic=True.
 
     Raises:
         ValueError: a field of the file or an argument that cannot be right.
@@ -80,10 +82,9 @@ def plan_warmup(
     pages, sizes = tuple(page_sizes), tuple(tp_sizes)
     for architecture in architectures:
         kinds = layer_kinds(model, kv_cache_dtype, capability_of(architecture), text_only=text_only)
+        kinds = [_as_asked(kind, query_dtype, batch_invariant) for kind in kinds]
         for size in sizes:
-            for kind, workload, refusal in _workloads(
-                kinds, size, pages, max_query_tokens, query_dtype
-            ):
+            for kind, workload, refusal in _workloads(kinds, size, pages, max_query_tokens):
                 units = [] if workload is None else units_for(workload, architecture)
                 what = f"{kind.name} ({len(kind.layers)} layers)"
                 asked.note(what, architecture, size, units, refusal)
@@ -121,12 +122,15 @@ def _sentences(sizes_by_text: dict[str, list[int]]) -> tuple[str, ...]:
     return tuple(text % "/".join(map(str, sizes)) for text, sizes in sizes_by_text.items())
 
 
+def _as_asked(kind: LayerKind, query_dtype: str | None, batch_invariant: bool) -> LayerKind:
+    if kind.config is None:
+        return kind
+    config = replace(kind.config, batch_invariant=batch_invariant)
+    return replace(kind, config=replace(config, query_dtype=query_dtype or config.query_dtype))
+
+
 def _workloads(
-    kinds: list[LayerKind],
-    tp_size: int,
-    pages: tuple[int, ...],
-    max_query_tokens: int,
-    query_dtype: str | None,
+    kinds: list[LayerKind], tp_size: int, pages: tuple[int, ...], max_query_tokens: int
 ) -> Iterable[tuple[LayerKind, Workload | None, str]]:
     """(kind, what it asks for on one device, why it is not served) of all that need a kernel."""
     for kind in kinds:
@@ -135,8 +139,6 @@ def _workloads(
                 yield kind, None, kind.note
             continue
         config = on_one_device(kind.config, tp_size)
-        if query_dtype is not None:
-            config = replace(config, query_dtype=query_dtype)
         refusals = [can_run(replace(config, page_size=size)) for size in pages or (None,)]
         refusal = "; ".join(dict.fromkeys(filter(None, refusals)))
         if refusal:
@@ -150,6 +152,7 @@ def _workloads(
             kv_cache_dtype=config.dtype.name,
             page_sizes=pages or (get_preferred_block_size_for_config(1, config),),
             max_query_tokens=max_query_tokens,
+            deterministic=config.batch_invariant,
         )
         yield kind, workload, "no kernel here is compiled for it"
 

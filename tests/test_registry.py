@@ -13,7 +13,11 @@ import torch
 
 from cute_kernels.arch import TARGETS, DeviceArch
 from cute_kernels.attention.arguments import validate
-from cute_kernels.attention.decode_sm90 import config, op
+from cute_kernels.attention.decode_sm90 import config
+from cute_kernels.attention.decode_sm90 import op as decode_op
+from cute_kernels.attention.prefill_sm90 import config as prefill_config
+from cute_kernels.attention.prefill_sm90 import op as prefill_op
+from cute_kernels.formats import STORAGE_FORMATS
 from cute_kernels.registry import (
     FEATURES,
     KernelContract,
@@ -23,7 +27,9 @@ from cute_kernels.registry import (
 )
 from tests.cases import AttentionCase, make_inputs
 
-(DECODE_SM90,) = contracts()
+DECODE_SM90, PREFILL_SM90, PREFILL_16_BITS = contracts()
+OPS = {"decode_sm90": decode_op, "prefill_sm90": prefill_op, "prefill_sm90_16_bits": prefill_op}
+Q_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def test_importing_the_registry_loads_neither_torch_nor_the_dsl():
@@ -71,6 +77,36 @@ def test_page_sizes_of_the_decode_kernel():
     assert contract.advertised_page_sizes.sizes == (64,)
 
 
+def test_kernels_that_share_a_cache_take_the_same_pages():
+    """Planners ask for the pages of one of them."""
+    for field in ("page_sizes", "advertised_page_sizes", "preferred_page_size", "kv_layouts"):
+        assert len({getattr(contract, field) for contract in contracts()}) == 1
+
+
+def test_every_variant_of_the_prefill_kernel_is_in_one_contract_and_the_reverse():
+    table = {
+        (variant.kv_format, variant.q_dtype, variant.head_size, variant.rows)
+        for variant in prefill_config.support_table()
+    }
+    promised = {
+        (storage, q_dtype, head_size, contract.max_packed_rows(head_size))
+        for contract in (PREFILL_SM90, PREFILL_16_BITS)
+        for storage in contract.kv_cache_formats
+        for q_dtype in contract.q_dtypes
+        for head_size in contract.head_sizes
+        if storage == q_dtype or not contract.cache_in_q_dtype
+    }
+    assert promised == table and len(table) == 2 * 4 + 2 * 3
+    assert PREFILL_16_BITS.head_sizes == (64, 128, 256)
+    assert [contract.cache_in_q_dtype for contract in contracts()] == [False, False, True]
+    assert {contract.kv_cache_formats for contract in contracts()} == {
+        ("fp8_e4m3",),
+        ("bf16", "fp16"),
+    }
+    with pytest.raises(ValueError, match="^head_size: got 512; prefill_sm90_16_bits has "):
+        PREFILL_16_BITS.max_packed_rows(512)
+
+
 def test_every_variant_is_in_the_contract_and_the_reverse():
     table = config.support_table()
     heads = {variant.head_size for variant in table}
@@ -95,46 +131,93 @@ def case_of(head_size: int, page_size: int | None, **fields) -> AttentionCase:
     return AttentionCase(id="contract", head_size=head_size, page_size=page_size, **shape, **fields)
 
 
+def takes(monkeypatch, contract, problem, capability=(9, 0)) -> bool:
+    """Whether the contract's kernel says that it runs this problem, on such a device."""
+    arch = DeviceArch(capability, TARGETS[capability], 132)
+    op = OPS[contract.name]
+    monkeypatch.setattr(op, "device_arch", lambda index: arch)
+    return op.can_run(problem) is None
+
+
+def cache_for(contract, q_dtype: str = "bf16") -> dict[str, object]:
+    """Fields of a case whose cache the contract reads."""
+    if not contract.cache_in_q_dtype:
+        return {"q_dtype": Q_DTYPES[q_dtype]}
+    return {"q_dtype": Q_DTYPES[q_dtype], "kv_dtype": Q_DTYPES[q_dtype], "scale_kind": "none"}
+
+
+each_contract = pytest.mark.parametrize("contract", contracts(), ids=lambda each: each.name)
+
+
+@each_contract
 @pytest.mark.parametrize("head_size", (16, 64, 80, 96, 128, 192, 256, 512, 576))
 @pytest.mark.parametrize("page_size", (None, 1, 8, 16, 24, 32, 48, 64, 80, 128, 1600))
-def test_the_op_takes_the_shapes_of_the_contract_and_no_others(monkeypatch, head_size, page_size):
-    monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 132))
-    promised = head_size in DECODE_SM90.head_sizes
-    promised &= page_size is None or page_size in DECODE_SM90.page_sizes
-    problem = problem_on_a_gpu(case_of(head_size, page_size))
-    assert (op.can_run(problem) is None) == promised
+def test_the_op_takes_the_shapes_of_the_contract_and_no_others(
+    monkeypatch, contract, head_size, page_size
+):
+    promised = head_size in contract.head_sizes
+    promised &= page_size is None or page_size in contract.page_sizes
+    problem = problem_on_a_gpu(case_of(head_size, page_size, **cache_for(contract)))
+    assert takes(monkeypatch, contract, problem) == promised
 
 
+@each_contract
 @pytest.mark.parametrize("capability", sorted(TARGETS))
-def test_the_op_takes_the_architectures_of_the_contract_and_no_others(monkeypatch, capability):
-    target = TARGETS[capability]
-    monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch(capability, target, 132))
-    runs = op.can_run(problem_on_a_gpu(case_of(128, 64))) is None
-    assert runs == (target in DECODE_SM90.architectures)
+def test_the_op_takes_the_architectures_of_the_contract_and_no_others(
+    monkeypatch, contract, capability
+):
+    problem = problem_on_a_gpu(case_of(128, 64, **cache_for(contract)))
+    promised = TARGETS[capability] in contract.architectures
+    assert takes(monkeypatch, contract, problem, capability) == promised
 
 
+@each_contract
 @pytest.mark.parametrize(
-    ("fields", "runs"),
+    "fields",
     (
-        ({"layout": "NHD"}, True),
-        ({"layout": "HND"}, True),
-        ({"layout": "interleaved"}, True),
-        ({"window": (127, 0), "softcap": 20.0, "sinks": True}, True),
-        ({"causal": False, "q_dtype": torch.float16}, True),
-        ({"kv_dtype": torch.bfloat16, "scale_kind": "none"}, False),
+        {"layout": "NHD"},
+        {"layout": "HND"},
+        {"layout": "interleaved"},
+        {"window": (127, 0), "softcap": 20.0, "sinks": True},
+        {"causal": False},
     ),
 )
-def test_the_op_takes_the_features_of_the_contract(monkeypatch, fields, runs):
-    monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 132))
-    assert (op.can_run(problem_on_a_gpu(case_of(256, 64, **fields))) is None) == runs
+@pytest.mark.parametrize("q_dtype", ("bf16", "fp16"))
+def test_the_op_takes_the_features_of_the_contract(monkeypatch, contract, fields, q_dtype):
+    case = case_of(256, 64, **fields, **cache_for(contract, q_dtype))
+    assert takes(monkeypatch, contract, problem_on_a_gpu(case))
+
+
+@each_contract
+def test_the_op_is_batch_invariant_where_the_contract_says_so(monkeypatch, contract):
+    problem = problem_on_a_gpu(case_of(128, 64, **cache_for(contract)))
+    same_bits = problem._replace(deterministic=True)
+    assert takes(monkeypatch, contract, same_bits) == ("batch_invariant" in contract.features)
+    assert ("batch_invariant" in contract.features) != ("split_keys" in contract.features)
+
+
+def test_caches_are_read_by_the_kernels_of_their_format(monkeypatch):
+    wide = problem_on_a_gpu(case_of(128, 64, **cache_for(PREFILL_16_BITS)))
+    assert not takes(monkeypatch, DECODE_SM90, wide)
+    assert takes(monkeypatch, PREFILL_16_BITS, wide)
+    # In another dtype than the queries' no call gets that far.
+    for name, torch_dtype in Q_DTYPES.items():
+        (other,) = set(PREFILL_16_BITS.kv_cache_formats) - {name}
+        stored = STORAGE_FORMATS[other].torch_dtype
+        mixed = {"q_dtype": torch_dtype, "kv_dtype": stored, "scale_kind": "none"}
+        with pytest.raises(ValueError, match="float8_e4m3fn"):
+            validate(**make_inputs(case_of(128, 64, **mixed)))
 
 
 def test_support_table():
     lines = support_table_markdown().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if not line.startswith("|---")]
     assert {len(line) for line in cells} == {1 + len(contracts())}
-    table = dict(cells)
-    assert table["kernel"] == "`decode_sm90`"
-    assert table["head size"] == "64, 128, 256, 512"
-    assert table["KV cache"] == "`fp8_e4m3`"
-    assert table["page size, tokens"].startswith("multiples of 16; 64 preferred")
+    table = {title: columns for title, *columns in cells}
+    assert table["kernel"] == ["`decode_sm90`", "`prefill_sm90`", "`prefill_sm90_16_bits`"]
+    assert table["head size"] == ["64, 128, 256, 512"] * 2 + ["64, 128, 256"]
+    assert table["KV cache"] == ["`fp8_e4m3`"] * 2 + ["`bf16`, `fp16`, as the queries"]
+    for cell in table["page size, tokens"]:
+        assert cell.startswith("multiples of 16; 64 preferred")
+    ends = [cell.rpartition(", ")[2] for cell in table["features"]]
+    assert ends == ["keys split over CTAs", *["bits independent of the batch"] * 2]

@@ -28,6 +28,7 @@ class AttentionWorkload:
     q_dtype: "bf16" or "fp16". kv_cache_dtype: a name of `formats.KV_CACHE_DTYPES`.
     page_sizes: tokens of a page; all that may occur. ragged: keys and values without pages too.
     max_query_tokens: the most query tokens of one sequence in a call; all numbers from 1 on occur.
+    deterministic: the calls are made with deterministic=True. Other kernels may serve those.
     """
 
     head_size: int
@@ -38,6 +39,7 @@ class AttentionWorkload:
     page_sizes: tuple[int, ...]
     max_query_tokens: int
     ragged: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         get_kv_cache_dtype(self.kv_cache_dtype)
@@ -157,7 +159,8 @@ def _sm90_boxes(workload: AttentionWorkload) -> list[int]:
 
 
 def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
-    """One variant a box; for FP8 where a sequence may have more rows than decode takes."""
+    """One variant a box; for FP8 where the calls are deterministic, or a sequence may have more
+    rows than decode takes."""
     if not isinstance(workload, AttentionWorkload) or workload.q_dtype not in decode_sm90.Q_DTYPES:
         return []
     storage, head_size = get_kv_cache_dtype(workload.kv_cache_dtype).storage, workload.head_size
@@ -166,7 +169,8 @@ def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
     if head_size not in prefill_sm90.head_sizes(storage):
         return []
     rows = workload.group * workload.max_query_tokens
-    if storage == "fp8_e4m3" and rows <= prefill_sm90.decode_rows(head_size):
+    few = rows <= prefill_sm90.decode_rows(head_size)
+    if storage == "fp8_e4m3" and few and not workload.deterministic:
         return []
     return [
         prefill_sm90.make_config(head_size, workload.q_dtype, box, storage)
@@ -176,7 +180,7 @@ def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
 
 def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:
     """Every row bucket from one query token's rows on: sequences may have any number of tokens."""
-    if not isinstance(workload, AttentionWorkload):
+    if not isinstance(workload, AttentionWorkload) or workload.deterministic:
         return []
     storage = get_kv_cache_dtype(workload.kv_cache_dtype).storage
     if storage != "fp8_e4m3" or workload.head_size not in decode_sm90.HEAD_SIZES:

@@ -5,6 +5,7 @@ The plan is the kernel's own code, run as Python by tests/lanes.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -207,6 +208,9 @@ def test_what_a_model_with_long_queries_needs_compiled():
             if unit.kernel == "prefill_sm90"] == ["bf16"]  # fmt: skip
     short = AttentionWorkload(128, 32, 4, "bf16", "fp8_e4m3", (64,), 8)
     assert not any(unit.kernel == "prefill_sm90" for unit in units_for(short, "sm_90a"))
+    same_bits = replace(short, deterministic=True)
+    kernels = {unit.kernel for unit in units_for(same_bits, "sm_90a")}
+    assert "prefill_sm90" in kernels and "decode_sm90" not in kernels
 
 
 # ---- who works on what -------------------------------------------------------------------------

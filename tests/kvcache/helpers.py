@@ -14,7 +14,7 @@ from kvcache import contracts
 from kvcache.config import AttentionConfig
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
-DECODE_SM90 = next(each for each in registry.contracts() if each.name == "decode_sm90")
+DECODE_SM90, PREFILL_SM90, PREFILL_16_BITS = registry.contracts()
 
 
 def config(**fields) -> AttentionConfig:

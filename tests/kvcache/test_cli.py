@@ -15,6 +15,8 @@ from kvcache import cli, models
 from kvcache.cli import main
 from tests.kvcache.helpers import CONFIGS
 
+KERNELS = ("decode_sm90", "prefill_sm90")
+
 
 def explain(model: str, *options: str):
     return CliRunner().invoke(
@@ -32,8 +34,8 @@ def test_a_model_that_is_served():
     done = explain("gemma-4-defaults", "--arch", "sm_90a", "--kv-cache-dtype", "fp8")
     assert done.exit_code == 0, done.output
     assert rows(done.output) == {
-        "sliding_attention": ["25", "512", "8/4", "256", "decode_sm90", "64", "2048"],
-        "full_attention": ["5", "8/4", "512", "decode_sm90", "64", "4096"],
+        "sliding_attention": ["25", "512", "8/4", "256", *KERNELS, "64", "2048"],
+        "full_attention": ["5", "8/4", "512", *KERNELS, "64", "4096"],
     }
     assert (
         "one pool for all layers: pages of 262144 bytes, sliding_attention 128 tokens (0.00 % "
@@ -111,7 +113,7 @@ def test_the_table_is_whole_on_a_narrow_terminal(width):
     cli._print_whole(screen, cli._table(kinds, [None] * len(kinds)))
     text = screen.file.getvalue()
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
-    for cell in ("sliding_attention", "full_attention", "bytes/token", "decode_sm90", "4096"):
+    for cell in ("sliding_attention", "full_attention", "bytes/token", *KERNELS, "4096"):
         assert cell in text
 
 
@@ -120,11 +122,25 @@ def test_options():
     assert explain("gemma-3-4b", "--kv-cache-dtype", "fp8", "--text-only").exit_code == 0
     verbose = explain("llama-3.1-8b", "--kv-cache-dtype", "fp8", "--verbose").output
     writers = "kvcache.paged and cute_kernels.reshape_and_cache"
-    assert f"  decode_sm90 reads it\n  {writers} write it\n  served\n" in verbose
+    assert "  decode_sm90 reads it\n  prefill_sm90 reads it\n  prefill_sm90_16_bits can" in verbose
+    shares = "decode_sm90 serves sequences of up to 16 query tokens, prefill_sm90 those of more"
+    assert f"\n  {writers} write it\n  {shares}\n  served\n" in verbose
     assert "  served" not in explain("llama-3.1-8b", "--kv-cache-dtype", "fp8").output
-    # The model's own dtype is what it stores without the option, and no kernel here reads that.
-    default = explain("llama-3.1-8b")
-    assert default.exit_code == 1 and "kv_cache_dtype 'auto' on sm_90" in default.output
+
+
+def test_the_models_own_dtype_is_what_it_stores_without_the_option():
+    done = explain("llama-3.1-8b")
+    assert done.exit_code == 0
+    kernel = "prefill_sm90_16_bits"
+    cells = rows(done.output)["full_attention"]
+    assert cells == ["32", "32/8", "128", kernel, kernel, "64", "4096"]
+    assert f"full_attention: {kernel} does not split a sequence's keys over CTAs" in done.output
+    # Gemma-4's full layers have head size 512.
+    done = explain("gemma-4-defaults")
+    assert done.exit_code == 1
+    assert rows(done.output)["sliding_attention"][4:6] == [kernel, kernel]
+    assert rows(done.output)["full_attention"][-1] == "none"
+    assert f"full_attention: {kernel}: head size 512, the kernel has 64, 128 or" in done.output
 
 
 @pytest.mark.parametrize(
@@ -170,5 +186,5 @@ def test_as_a_command_without_torch():
         [*command, str(CONFIGS / "gemma-3-270m.json")], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert rows(done.stdout)["full_attention"][-3:] == ["decode_sm90", "64", "512"]
+    assert rows(done.stdout)["full_attention"][-4:] == [*KERNELS, "64", "512"]
     assert done.stdout.endswith("set()\n")

@@ -45,6 +45,16 @@ def test_gemma_4_fits_without_waste():
     assert summary(plan) == (64 * 8192, {"sliding": 64, "full": 128}, 0)
 
 
+def test_layers_with_caches_of_other_dtypes_share_a_pool():
+    """Sliding layers kept in the queries' dtype, 16384 bytes a token beside 4096."""
+    wide = {"head_size": 256, "num_kv_heads": 16, "kv_cache_dtype": "auto"}
+    plan = plan_pages([group("sliding", 50, sliding_window=1024, **wide), group("full", 10)])
+    check_arithmetic(plan)
+    assert summary(plan) == (64 * 16384, {"sliding": 64, "full": 256}, 0)
+    with pytest.raises(NotImplementedError, match="prefill_sm90_16_bits: head size 512"):
+        plan_pages([group("full", 10, kv_cache_dtype="auto")])
+
+
 def test_page_bytes_that_are_no_multiples_of_each_other():
     """1536 and 2048 bytes a token meet at 256 and 192 tokens, and not below."""
     groups = [

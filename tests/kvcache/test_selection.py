@@ -14,6 +14,8 @@ from kvcache.dtypes import KV_CACHE_DTYPES, ScaleLayout, resolve_kv_cache_dtype
 from kvcache.paged import PAGE_FORMATS, LayerScales, NVFP4Pages
 from tests.kvcache.helpers import (
     DECODE_SM90,
+    PREFILL_16_BITS,
+    PREFILL_SM90,
     config,
     contract,
     pretend_kernels,
@@ -24,9 +26,15 @@ NVFP4_WRITER = Writer("a store", ("nvfp4",), ("sm_90a",), (ScaleLayout.LINEAR,))
 NVFP4_READER = contract(name="a reader", kv_cache_formats=("nvfp4",))
 
 
-def test_fp8_on_hopper_is_served_by_the_decode_kernel():
+def test_fp8_on_hopper_is_shared_by_the_decode_and_the_prefill_kernel():
     assert selection.can_run(config()) is None
+    assert selection.select_kernels(config()) == (DECODE_SM90, PREFILL_SM90)
     assert selection.select_kernel(config()) == DECODE_SM90
+    assert selection.select_kernel(config(), 4) == DECODE_SM90
+    assert selection.select_kernel(config(), 5) == PREFILL_SM90
+    for tokens, error in ((0, ValueError), (1.0, TypeError)):
+        with pytest.raises(error, match="^query_tokens: got"):
+            selection.select_kernel(config(), tokens)
 
 
 @pytest.mark.parametrize("head_size", (16, 64, 80, 96, 128, 192, 256, 512, 576))
@@ -35,10 +43,12 @@ def test_fp8_on_hopper_is_served_by_the_decode_kernel():
 def test_answers_are_the_contract(head_size, page_size, capability):
     """Against the contract's own words, for every shape that `tests/test_registry.py` holds
     against the kernel."""
-    asked = config(head_size=head_size, page_size=page_size, capability=capability)
-    served = head_size in DECODE_SM90.head_sizes and capability in DECODE_SM90.architectures
-    served &= page_size is None or page_size in DECODE_SM90.page_sizes
-    assert (selection.can_run(asked) is None) == served
+    fp8 = config(head_size=head_size, page_size=page_size, capability=capability)
+    for name, kernel in (("fp8", DECODE_SM90), ("auto", PREFILL_16_BITS)):
+        asked = dataclasses.replace(fp8, kv_cache_dtype=name)
+        served = head_size in kernel.head_sizes and capability in kernel.architectures
+        served &= page_size is None or page_size in kernel.page_sizes
+        assert (selection.can_run(asked) is None) == served
 
 
 @pytest.mark.parametrize("name", ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse"))
@@ -107,10 +117,14 @@ def test_halves_must_meet_on_one_device_and_in_one_layout(monkeypatch):
 def test_there_is_no_nearest_dtype_where_none_works():
     reason = selection.can_run(config(capability="sm_100a"))
     assert "the reader is missing" in reason and "store is missing" not in reason
+    assert "head size" not in reason
     assert reason.endswith("no other kv_cache_dtype works with this configuration either")
     # What stands in the way of the others is said too.
     reason = selection.can_run(config(kv_cache_dtype="nvfp4", head_size=96))
-    assert "decode_sm90: head size 96, the kernel has 64, 128, 256 or 512" in reason
+    assert "decode_sm90, prefill_sm90: head size 96, the kernel has 64, 128, 256 or 512; " in reason
+    assert "prefill_sm90_16_bits: head size 96, the kernel has 64, 128 or 256; " in reason
+    # What stands in the way of some of them only, is not.
+    assert "head size" not in selection.can_run(config(kv_cache_dtype="nvfp4", head_size=512))
     assert selection.nearest_kv_cache_dtype(config(head_size=96)) is None
 
 
@@ -121,7 +135,6 @@ def test_there_is_no_nearest_dtype_where_none_works():
         ({"query_dtype": "fp32"}, "query dtype fp32, the kernel takes bf16 or fp16"),
         ({"page_size": 24}, "page size 24, the kernel reads multiples of 16"),
         ({"bidirectional_spans": True}, "bidirectional spans"),
-        ({"batch_invariant": True}, "bits independent of the batch"),
         ({"chunked": True}, "chunked attention"),
         ({"mla": True, "head_size": 576, "num_kv_heads": 1}, "latent K and V (MLA)"),
     ),
@@ -156,6 +169,9 @@ CONFIGURATIONS = (
     config(capability="sm_100a"),
     config(kv_cache_dtype="nvfp4"),
     config(kv_cache_dtype="bf16"),
+    config(kv_cache_dtype="bf16", head_size=256),
+    config(kv_cache_dtype="fp16", head_size=256),
+    config(batch_invariant=True),
     config(head_size=96),
 )
 
@@ -165,6 +181,8 @@ CONFIGURATIONS = (
     "constructor",
     (
         selection.select_kernel,
+        selection.select_kernels,
+        selection.decode_caveat,
         selection.supports_quant_query_input,
         lambda asked: selection.classify_batch(asked, 1),
         blocks.get_supported_kernel_block_sizes_for_config,
@@ -192,8 +210,10 @@ def test_draft_and_target_on_different_backends():
     def why(**fields):
         return selection.can_share_cache(target, dataclasses.replace(draft, **fields))
 
-    assert why(kv_cache_dtype="bf16").startswith("the draft cannot run: kv_cache_dtype 'bf16'")
-    assert why(bidirectional_spans=True).startswith("the draft cannot run: decode_sm90: bidir")
+    assert why(kv_cache_dtype="fp16").startswith("the draft cannot run: prefill_sm90_16_bits: head")
+    assert why(bidirectional_spans=True).startswith(
+        "the draft cannot run: decode_sm90, prefill_sm90: bidirectional"
+    )
     assert why(num_kv_heads=8) == "num_kv_heads: the draft has 8, the target 4"
     assert why(head_size=256) == "head_size: the draft has 256, the target 512"
     assert why(page_size=128) == "page_size: the draft has 128, the target 64"
@@ -217,22 +237,23 @@ def test_queries_are_not_quantized_where_the_kernel_dequantizes(monkeypatch):
 @pytest.mark.parametrize(
     ("head_size", "group", "tokens", "expected"),
     (
-        (128, 8, 1, ("decode", 8, 1)),
-        (128, 8, 8, ("decode", 64, 1)),
-        (128, 8, 9, ("prefill", 72, 2)),
-        (128, 1, 64, ("decode", 64, 1)),
-        (128, 1, 65, ("prefill", 65, 2)),
-        (512, 8, 4, ("decode", 32, 1)),
-        (512, 8, 5, ("decode", 40, 2)),
-        (512, 8, 8, ("decode", 64, 2)),
-        (512, 16, 5, ("prefill", 80, 3)),
+        (128, 8, 1, ("decode", 8, 1, "decode_sm90")),
+        (128, 8, 8, ("decode", 64, 1, "decode_sm90")),
+        (128, 8, 9, ("prefill", 72, 1, "prefill_sm90")),
+        (128, 1, 64, ("decode", 64, 1, "decode_sm90")),
+        (128, 1, 65, ("prefill", 65, 1, "prefill_sm90")),
+        (128, 1, 129, ("prefill", 129, 2, "prefill_sm90")),
+        (512, 8, 4, ("decode", 32, 1, "decode_sm90")),
+        (512, 8, 5, ("decode", 40, 1, "prefill_sm90")),
+        (512, 8, 8, ("decode", 64, 1, "prefill_sm90")),
+        (512, 16, 5, ("prefill", 80, 2, "prefill_sm90")),
     ),
 )
 def test_verify_batches_are_decode_up_to_64_packed_rows(head_size, group, tokens, expected):
     """A verify batch of k draft tokens has k + 1 query tokens."""
     asked = config(head_size=head_size, num_kv_heads=2, num_q_heads=2 * group)
     found = selection.classify_batch(asked, tokens)
-    assert (found.kind, found.packed_rows, found.passes) == expected
+    assert dataclasses.astuple(found) == expected
     with pytest.raises(ValueError, match="query_tokens: got 0"):
         selection.classify_batch(asked, 0)
 
@@ -287,8 +308,17 @@ def test_explain_says_which_kernel_and_why_not(monkeypatch):
         "  other cannot read it: device sm_90, the kernel is for sm_100a; cache format fp8_e4m3, "
         "the kernel reads nvfp4",
         "  kvcache.paged and cute_kernels.reshape_and_cache write it",
+        "  decode_sm90 serves sequences of any number of query tokens",
         "  served",
     ]
+    pretend_kernels(monkeypatch, DECODE_SM90, PREFILL_SM90, PREFILL_16_BITS)
+    shared = selection.explain(config()).splitlines()
+    assert "  decode_sm90 serves sequences of up to 4 query tokens, prefill_sm90 those of more" in (
+        shared
+    )
+    alone = selection.explain(config(kv_cache_dtype="auto", head_size=64)).splitlines()
+    assert "  prefill_sm90_16_bits serves sequences of any number of query tokens" in alone
+    pretend_kernels(monkeypatch, DECODE_SM90, other)
     assert "  cute_kernels.reshape_and_cache writes it" in selection.explain(
         config(kv_cache_dtype="nvfp4")
     )

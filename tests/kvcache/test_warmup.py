@@ -21,10 +21,11 @@ MODELS = ("gemma-4-31b", "gemma-4-e2b", "llama-3-70b", "qwen3-235b-a22b", "gpt-o
 TP_SIZES = (1, 2, 4, 8)
 
 
-def plan(name: str, **options):
+def plan(name: str, kv_cache_dtype: str = "fp8", **options):
     arguments = {"text_only": True, "max_query_tokens": MAX_TOKENS, **options}
     architectures = arguments.pop("architectures", ["sm_90a"])
-    return plan_warmup(read_model(CONFIGS / f"{name}.json"), architectures, "fp8", **arguments)
+    model = read_model(CONFIGS / f"{name}.json")
+    return plan_warmup(model, architectures, kv_cache_dtype, **arguments)
 
 
 def decode_units(found):
@@ -84,32 +85,70 @@ def test_a_replay_asks_for_the_plan_and_nothing_else(name, tp_size, page_sizes):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tp_size", TP_SIZES)
-def test_storing_and_routed_calls_ask_for_the_plan_and_nothing_else(name, tp_size):
+@pytest.mark.parametrize(
+    ("storage", "deterministic", "most"),
+    (
+        ("fp8_e4m3", False, MAX_TOKENS),
+        ("fp8_e4m3", True, MAX_TOKENS),
+        ("fp8_e4m3", True, 1),
+        ("bf16", False, MAX_TOKENS),
+        ("bf16", True, 1),
+    ),
+)
+def test_storing_and_routed_calls_ask_for_the_plan_and_nothing_else(
+    name, tp_size, storage, deterministic, most
+):
     """All kernels, as calls reach them on an H200; the GPU tests make such calls."""
-    model, asked = read_model(CONFIGS / f"{name}.json"), set()
+    model, asked, refused = read_model(CONFIGS / f"{name}.json"), set(), 0
     for kind in layer_kinds(model, "fp8", "sm_90a", text_only=True):
+        head_size = kind.config.head_size
+        if head_size not in prefill_sm90.head_sizes(storage):
+            refused += 1
+            continue
         q_heads = kind.config.num_q_heads // tp_size
         kv_heads = max(1, kind.config.num_kv_heads // tp_size)
-        for tokens, batch in itertools.product((*range(1, 66), 500, MAX_TOKENS), (1, 3, 64)):
-            asked |= units_of_a_step(kind.config.head_size, q_heads, kv_heads, tokens, batch)
-    assert set(plan(name, tp_sizes=[tp_size]).compile_units) == asked
+        counts = [count for count in (*range(1, 66), 500, MAX_TOKENS) if count <= most]
+        for tokens, batch in itertools.product(counts, (1, 3, 64, 2000)):
+            asked |= units_of_a_step(
+                Bounds(
+                    batch + 1,
+                    batch * tokens + 1,
+                    tokens,
+                    q_heads // kv_heads,
+                    kv_heads,
+                    head_size,
+                    deterministic,
+                    storage == "fp8_e4m3",
+                )
+            )
+    found = plan(
+        name,
+        "fp8" if storage == "fp8_e4m3" else "auto",
+        tp_sizes=[tp_size],
+        max_query_tokens=most,
+        batch_invariant=deterministic,
+    )
+    assert set(found.compile_units) == asked
+    assert len(found.unserved) == refused
+    assert all("head size 512, the kernel has 64, 128 or 256" in line for line in found.unserved)
 
 
-def units_of_a_step(head_size: int, q_heads: int, kv_heads: int, tokens: int, batch: int):
-    """What `batch` sequences with `tokens` query tokens, and one with a single one, ask for."""
-    total, group = batch * tokens + 1, q_heads // kv_heads
-    sizes = (batch + 1, total, tokens, group, kv_heads, head_size)
-    bounds = Bounds(*sizes, deterministic=False, fp8=True)
+def units_of_a_step(bounds: Bounds):
+    """What a step asks for: sequences of `max_seqlen_q` query tokens, and one with a single one."""
     chosen = route(bounds, sm_count=132)
-    configs: list[tuple[str, object]] = [
-        (store.kernel_name("sm_90a"), store.make_config("fp8", "bf16", "sm_90a"))
-    ]
-    if total > store.SCANNED_TOKENS:
-        configs.append(("store_claim", store.ClaimConfig()))
+    head_size, storage = bounds.head_size, "fp8_e4m3" if bounds.fp8 else "bf16"
+    configs: list[tuple[str, object]] = []
+    if bounds.fp8:
+        stored = store.make_config("fp8", "bf16", "sm_90a")
+        configs.append((store.kernel_name("sm_90a"), stored))
+        if bounds.total_q > store.SCANNED_TOKENS:
+            configs.append(("store_claim", store.ClaimConfig()))
     if chosen.prefill:
-        configs.append(("prefill_sm90", prefill_sm90.make_config(head_size, "bf16", 64)))
+        made = prefill_sm90.make_config(head_size, "bf16", 64, storage)
+        configs.append(("prefill_sm90", made))
     if chosen.decode:
-        rows = decode_sm90.row_bucket(head_size, min(tokens * group, chosen.rows))
+        packed = min(bounds.max_seqlen_q * bounds.group, chosen.rows)
+        rows = decode_sm90.row_bucket(head_size, packed)
         configs.append(("decode_sm90", decode_sm90.make_config(head_size, rows, "bf16", 64)))
     return {CompileUnit(kernel, config, "sm_90a") for kernel, config in configs}
 

@@ -189,7 +189,7 @@ def test_a_layer_without_keys_and_without_a_cache_to_read_is_caught_by_name():
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type"),
         ({"chunk_lookback": 1}, "chunk_lookback: not implemented"),
         ({"head_size": 96}, "head size 96, the kernel has 64, 128, 256 or 512"),
-        ({"kv_cache_dtype": "auto"}, "the reader is missing"),
+        ({"kv_cache_dtype": "auto"}, "'auto': the store is missing"),
         ({"kv_cache_dtype": "nvfp4"}, "'nvfp4' on sm_90"),
     ),
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
@@ -204,6 +204,10 @@ def test_the_constructor_refuses_what_the_selector_refuses(arguments, message):
     }
     with pytest.raises(NotImplementedError, match=message):
         CuteAttentionImpl(**(given | arguments))
+
+
+def test_the_log_names_the_kernels_that_share_a_layers_batches():
+    assert layer(vllm_config()).impl.kernel == "decode_sm90 and prefill_sm90"
 
 
 def test_fused_output_quantization_is_refused():

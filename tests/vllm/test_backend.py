@@ -64,8 +64,18 @@ def test_what_the_contract_has_is_valid(head_size, dtype, kv_cache_dtype):
         ({"head_size": 96}, ("head_size not supported", "head size 96, the kernel has")),
         ({"dtype": torch.float32}, ("dtype not supported",)),
         ({"kv_cache_dtype": "fp8_e5m2"}, ("kv_cache_dtype not supported", "got 'fp8_e5m2'")),
-        ({"kv_cache_dtype": "auto"}, ("kv_cache_dtype not supported", "the reader is missing")),
-        ({"kv_cache_dtype": None}, ("the reader is missing",)),
+        (
+            {"kv_cache_dtype": "auto"},
+            ("kv_cache_dtype not supported", "prefill_sm90_16_bits: head size 512"),
+        ),
+        # Our kernels read these; our store, which each step needs, does not write them.
+        *(
+            (
+                {"kv_cache_dtype": name, "head_size": 128},
+                ("the store is missing (cute_kernels.reshape_and_cache does not write bf16",),
+            )
+            for name in (None, "auto", "bfloat16")
+        ),
         (
             {"kv_cache_dtype": "nvfp4_mse"},
             ("the reader is missing", "that works is 'fp8'"),
@@ -173,7 +183,7 @@ def test_a_spec_that_no_kernel_serves_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(NotImplementedError, match="INT8_PER_TOKEN_HEAD"):
         config_of_spec(spec(64, 1, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD))
     bf16 = spec(64, 1, dtype=torch.bfloat16, kv_quant_mode=KVQuantMode.NONE)
-    with pytest.raises(NotImplementedError, match="'bf16' on sm_90"):
+    with pytest.raises(NotImplementedError, match="'bf16': the store is missing"):
         CuteAttentionBackend.get_supported_kernel_block_sizes(bf16)
     pretend_device(monkeypatch, 10)
     with pytest.raises(NotImplementedError, match="'fp8' on sm_100"):

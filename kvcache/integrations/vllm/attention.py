@@ -12,9 +12,9 @@ import cute_kernels
 from kvcache.config import AttentionConfig
 from kvcache.integrations.vllm.arguments import flash_attn_varlen_func
 from kvcache.integrations.vllm.counters import COUNTERS, REFERENCE
-from kvcache.integrations.vllm.dtypes import device_capability
+from kvcache.integrations.vllm.dtypes import device_capability, refusal
 from kvcache.integrations.vllm.metadata import CuteAttentionMetadata
-from kvcache.selection import describe, select_kernel
+from kvcache.selection import describe, select_kernels
 
 
 class CuteAttentionImpl(AttentionImpl[CuteAttentionMetadata]):
@@ -68,7 +68,10 @@ class CuteAttentionImpl(AttentionImpl[CuteAttentionMetadata]):
             softcap=bool(logits_soft_cap),
             sinks=sinks is not None,
         )
-        self.kernel = select_kernel(self.config).name
+        reason = refusal(self.config)
+        if reason is not None:
+            raise NotImplementedError(reason)
+        self.kernel = " and ".join(kernel.name for kernel in select_kernels(self.config))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Sinks become float32 once, into the same tensor after a reload: graphs hold it."""

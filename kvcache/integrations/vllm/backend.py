@@ -14,8 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from kvcache import blocks, contracts
 from kvcache.config import AttentionConfig
 from kvcache.dtypes import QUERY_DTYPES
-from kvcache.integrations.vllm.dtypes import config_of_spec, names_of
-from kvcache.selection import can_run
+from kvcache.integrations.vllm.dtypes import config_of_spec, refusal, stored_names
 
 
 def _readers_have(feature: str) -> bool:
@@ -35,7 +34,7 @@ class CuteAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [
         getattr(torch, name) for name, short in QUERY_DTYPES.items() if short in _all("q_dtypes")
     ]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = names_of(*_all("kv_cache_formats"))
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = stored_names(*_all("kv_cache_formats"))
     forward_includes_kv_cache_update: bool = False
     supports_kv_cache_update_bypass: bool = True
 
@@ -66,12 +65,14 @@ class CuteAttentionBackend(AttentionBackend):
         """Of a layer's spec what its kernel advertises; without one, what all kernels do.
 
         Raises:
-            NotImplementedError: no kernel serves the spec, with the reason.
+            NotImplementedError: these layers cannot serve the spec, with the reason.
         """
         if isinstance(kv_cache_spec, AttentionSpec):
-            advertised = blocks.get_supported_kernel_block_sizes_for_config(
-                config_of_spec(kv_cache_spec)
-            )
+            config = config_of_spec(kv_cache_spec)
+            reason = refusal(config)
+            if reason is not None:
+                raise NotImplementedError(reason)
+            advertised = blocks.get_supported_kernel_block_sizes_for_config(config)
             named = [size for size in advertised if isinstance(size, int)]
             bases = [size.base for size in advertised if not isinstance(size, int)]
             return [*named, *map(MultipleOf, bases)]
@@ -101,7 +102,9 @@ class CuteAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return _readers_have("batch_invariant")
+        # A kernel's bits may depend on which query tokens of a sequence share a call, and vLLM cuts
+        # prompts by what else is in the batch.
+        return False
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
@@ -129,7 +132,7 @@ class CuteAttentionBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: DeviceCapability,
     ) -> str | None:
-        """The reason of `kvcache.can_run`; `block_size` is a manager block, so a kernel's page
+        """The reason of `dtypes.refusal`; `block_size` is a manager block, so a kernel's page
         only has to divide it."""
         try:
             config = AttentionConfig(
@@ -143,7 +146,7 @@ class CuteAttentionBackend(AttentionBackend):
                 mla=use_mla,
                 bidirectional_spans=use_mm_prefix,
             )
-            reason = can_run(config)
+            reason = refusal(config)
             if reason is None and block_size is not None:
                 blocks.select_common_block_size([config], block_size)
         except ValueError as error:

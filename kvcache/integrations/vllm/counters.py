@@ -29,7 +29,7 @@ class Counters:
         if self._layers.get(layer) != kernel:
             self._layers[layer] = kernel
             self.kernels[kernel] += 1
-            logger.info("cute_kernels: %s serves %s", kernel, layer)
+            logger.info("cute_kernels: %s is served by %s", layer, kernel)
 
     def warmed_up(self) -> None:
         """Called for each graph that is captured: what has come until then is not late."""

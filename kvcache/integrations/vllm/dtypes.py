@@ -8,8 +8,10 @@ from vllm.config.cache import register_kv_cache_dtype
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
+from cute_kernels.registry import store_contract
 from kvcache.config import AttentionConfig
 from kvcache.dtypes import KV_CACHE_DTYPES, query_dtype_name
+from kvcache.selection import can_run
 
 # Ours that vLLM does not have. Their mode must not be KVQuantMode.CUSTOM: in 0.33 that is an alias
 # of another format's mode, and generic code sizes pages by it.
@@ -42,6 +44,28 @@ def _handler(dtype_name: str) -> type:
 def names_of(*storage_formats: str) -> list[str]:
     """The dtype names that users can give for these storage formats."""
     return [name for name, dtype in KV_CACHE_DTYPES.items() if dtype.storage in storage_formats]
+
+
+def stored_names(*storage_formats: str) -> list[str]:
+    """Of `names_of` those that our store writes, as these layers need on every step."""
+    stored = store_contract().kv_cache_dtypes
+    return [name for name in names_of(*storage_formats) if name in stored]
+
+
+def refusal(config: AttentionConfig) -> str | None:
+    """Why our layers cannot serve this configuration, or None: `kvcache.can_run`, and our store.
+
+    A cache of 16 bits, which our store does not write, is better off with vLLM's own kernels
+    anyway: ours would decode it without splitting keys.
+    """
+    reason = can_run(config)
+    if reason is not None or config.dtype.name in stored_names(config.dtype.storage):
+        return reason
+    return (
+        f"kv_cache_dtype {config.kv_cache_dtype!r}: the store is missing "
+        f"(cute_kernels.reshape_and_cache does not write {config.dtype.storage} caches); vLLM's "
+        "own backends serve them"
+    )
 
 
 def device_capability() -> tuple[int, int]:
