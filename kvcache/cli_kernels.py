@@ -235,7 +235,7 @@ def ls_command(directories: tuple[Path, ...], as_json: bool) -> None:
         return
     table = Table(box=SIMPLE_HEAD)
     for title in ("kernel", "for", "DSL", "KiB", "built", "state"):
-        table.add_column(title, no_wrap=title != "state")
+        table.add_column(title, no_wrap=title not in ("kernel", "state"), overflow="fold")
     for row in listing:
         name = row["name"] or Path(row["path"]).name
         kib, built = str(row["bytes"] // 1024), row["modified"][:10]
@@ -271,7 +271,8 @@ def prune_command(
 ) -> None:
     """Remove kernels that no call asks for any more, broken ones, and what crashes left behind.
 
-    Without folders in the user's cache only: bundles are somebody's product.
+    Without folders in the user's cache only: bundles are somebody's product. Kernels that are
+    refused for their owner or mode stay: chown or chmod mends them.
     """
     cache = cache_directory()
     removed = []
@@ -280,7 +281,7 @@ def prune_command(
         doomed = [(path, "left by a crash") for path in store.leftovers()]
         for entry in store.entries():
             state = _state(entry) or ("--all" if everything else "")
-            if state:
+            if state and (everything or not entry.distrusted):
                 doomed.append((entry.path, state))
         for path, why in doomed:
             if not dry_run:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -251,13 +252,22 @@ def _directories() -> Iterator[Finding]:
         yield Finding("bundle", "ok", "none (CUTE_KERNELS_BUNDLE is not set)")
 
 
+def _is_kernel_view(path: Path) -> bool:
+    """Whether nothing can be made in it, although root is said to have access: /proc and /sys."""
+    return path.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))
+
+
 def _directory(check: str, directory: Path) -> Finding:
     store = Store(directory)
     if not directory.is_dir():
         if check == "bundle":
             mend = "correct CUTE_KERNELS_BUNDLE"
             return Finding(check, "broken", f"{directory} is no directory", mend)
-        return Finding(check, "ok", f"{directory}, not there yet")
+        parent = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+        if parent.is_dir() and os.access(parent, os.W_OK) and not _is_kernel_view(parent):
+            return Finding(check, "ok", f"{directory}, not there yet")
+        found = f"{directory} cannot be made: {parent} is no directory that this user can write"
+        return Finding(check, "warning", found, "let CUTE_KERNELS_CACHE_DIR name another")
     if check == "cache":
         try:
             store.prepare()
@@ -269,6 +279,8 @@ def _directory(check: str, directory: Path) -> Finding:
     if bad:
         found = f"{directory}: {len(bad)} of {len(entries)} kernels are refused: {bad[0].problem}"
         mend = f"kvcache cache prune {directory}, or build the bundle anew"
+        if all(entry.distrusted for entry in bad):
+            mend = "chown it to this user or root, and chmod go-w it"
         return Finding(check, "broken", found, mend)
     return Finding(check, "ok", f"{directory}, {len(entries)} kernels")
 

@@ -92,16 +92,25 @@ def distrusted(path: Path) -> str | None:
     return None
 
 
+def distrusted_library(library: Path) -> str | None:
+    """Why code in a library, or beside the file that a link leads to, must not run, or None.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    real = library.resolve(strict=True)
+    reasons = (distrusted(path) for path in (library.parent, real.parent, real))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
 def problem_with(library: Path, key: CompileKey | None = None) -> str | None:
     """Why a library must not be loaded (as ``key``'s, where one is given), or None."""
     try:
-        real = library.resolve(strict=True)
-        for path in (library.parent, real.parent, real):
-            reason = distrusted(path)
-            if reason is not None:
-                return reason
+        reason = distrusted_library(library)
+        if reason is not None:
+            return reason
         manifest = read_manifest(library)
-        checksum = sha256(real)
+        checksum = sha256(library)
     except (OSError, ValueError) as error:
         return f"no readable manifest or library ({type(error).__name__}: {error})"
     if key is not None and manifest["digest"] != key.digest:

@@ -32,13 +32,22 @@ LOCK_TIMEOUT_S = 120.0
 _LEFTOVER_S = 3600.0
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether a file is named as `Store.path` names kernels."""
+    return re.search(r"-sm_\w+-[0-9a-f]{16}-dsl[\w.]+_ffi[\w.]+$", path.stem) is not None
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A kernel in a store. problem: why it would not be loaded, or None. manifest: None then."""
+    """A kernel in a store. problem: why it would not be loaded, or None. manifest: None then.
+
+    distrusted: the problem is who owns it or can write it; its contents may be whole.
+    """
 
     path: Path
     manifest: dict[str, Any] | None
     problem: str | None
+    distrusted: bool
     size: int
     modified: float
 
@@ -140,13 +149,22 @@ class Store:
         return target
 
     def entries(self) -> list[Entry]:
-        """Everything that looks like a kernel here, by name, each read and checked."""
+        """Everything that is named like a kernel here, by name, each read and checked.
+
+        Other libraries are not ours to look at, still less to remove.
+        """
         found = []
-        for path in sorted(self.directory.glob("*.so")):
+        for path in sorted(filter(_is_ours, self.directory.glob("*.so"))):
             problem = libraries.problem_with(path)
+            try:
+                distrusted = libraries.distrusted_library(path) is not None
+            except OSError:  # a link to nowhere
+                distrusted = False
             status = path.lstat()
             manifest = libraries.read_manifest(path) if problem is None else None
-            found.append(Entry(path, manifest, problem, status.st_size, status.st_mtime))
+            found.append(
+                Entry(path, manifest, problem, distrusted, status.st_size, status.st_mtime)
+            )
         return found
 
     def leftovers(self) -> list[Path]:
@@ -160,7 +178,7 @@ class Store:
         lone = [
             path
             for path in self.directory.glob("*.json")
-            if re.search(r"-[0-9a-f]{16}-", path.name) and not path.with_suffix(".so").exists()
+            if _is_ours(path) and not path.with_suffix(".so").exists()
         ]
         return sorted(scratch + lone)
 

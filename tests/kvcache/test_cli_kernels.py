@@ -204,6 +204,34 @@ def test_prune_removes_what_crashes_left(copy):
     assert not dead.exists() and not lone.exists() and alive.exists()
 
 
+def test_prune_leaves_what_is_not_ours(tmp_path):
+    ours = tmp_path / "decode_x-sm_90a-0123456789abcdef-dsl4_8_1_ffi0.1.15.so"
+    others = [tmp_path / name for name in ("libfoo.so", "libfoo.json", "a-0123456789abcdef-b.so")]
+    for path in (ours, *others):
+        path.write_bytes(b"x")
+    for arguments in ((), ("--all",)):
+        run("cache", "prune", *arguments, tmp_path)
+        assert not ours.exists() and all(path.exists() for path in others)
+    assert loaded("cache", "ls", tmp_path) == (0, [])
+
+
+def test_prune_leaves_what_chmod_mends(copy):
+    copy.chmod(0o777)
+    assert loaded("cache", "verify", copy)[0] == 1
+    assert loaded("cache", "prune", copy) == (0, [])
+    copy.chmod(0o755)
+    assert loaded("cache", "verify", copy)[0] == 0
+    victim = sorted(copy.glob("*.so"))[0]
+    victim.chmod(0o777)
+    assert loaded("cache", "prune", copy) == (0, []) and victim.exists()
+
+
+def test_ls_says_what_is_wrong_in_a_narrow_terminal(copy):
+    victim = sorted(copy.glob("*.so"))[0]
+    victim.with_suffix(".json").unlink()
+    assert "no readable" in " ".join(run("cache", "ls", copy).output.split())
+
+
 def test_commands_need_no_torch_and_no_dsl():
     code = (
         "import runpy, sys\n"

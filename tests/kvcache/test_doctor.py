@@ -220,11 +220,26 @@ def test_directories(user_cache, tmp_path, monkeypatch):
     assert finding.status == "warning" and "others can write" in finding.found
     user_cache.chmod(0o755)
     assert findings(doctor._directories)["cache"].found == f"{user_cache}, 0 kernels"
-    (user_cache / "x-sm_90a-0123456789abcdef-y.so").write_bytes(b"")
+    kernel = user_cache / "x-sm_90a-0123456789abcdef-dsl4_ffi0.so"
+    kernel.write_bytes(b"")
     finding = findings(doctor._directories)["cache"]
     assert finding.status == "broken" and "1 of 1 kernels are refused" in finding.found
+    assert "cache prune" in finding.mend
+    # What is whole must not be thrown away for its mode.
+    kernel.chmod(0o666)
+    finding = findings(doctor._directories)["cache"]
+    assert "others can write" in finding.found and "chmod go-w" in finding.mend
+    assert "prune" not in finding.mend
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "none"))
     assert findings(doctor._directories)["bundle"].found == f"{tmp_path / 'none'} is no directory"
+
+
+@pytest.mark.parametrize("where", ("/proc/none", "/dev/null/none", "file", "file/none"))
+def test_a_cache_that_cannot_be_made(where, tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / where))
+    finding = findings(doctor._directories)["cache"]
+    assert finding.status == "warning" and "cannot be made" in finding.found
 
 
 def test_the_command(monkeypatch):
