@@ -2,8 +2,8 @@
 
 A serving engine makes one call per layer and step, and most are alike in all but the addresses.
 Validation, the choice of a kernel and its launch arguments depend on shapes, strides, dtypes,
-devices and scalars alone, so the second such call finds them here: about 20 us of host time instead
-of 70 (H200 host, Python 3.12).
+devices and scalars alone, so the second such call finds them here. They took 27 of the 73 us of an
+eager call (H200 host, 2026-11-30); what is left has not been measured.
 """
 
 from __future__ import annotations

@@ -22,6 +22,11 @@ _ARENA_COUNTERS = 1 << 20
 _PER_THREAD_STREAM = 2
 
 
+def _thread_of(stream: int) -> int:
+    """What tells streams of one handle apart."""
+    return threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+
+
 class CounterArena:
     """Hands out zeroed int32 slices of one device."""
 
@@ -38,7 +43,7 @@ class CounterArena:
         if torch.cuda.is_current_stream_capturing():
             with self._lock:
                 return self._cut(count, capturing=True)
-        thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+        thread = _thread_of(stream)
         counters = self._by_stream.get((stream, thread, count))
         if counters is None:
             with self._lock:
@@ -79,8 +84,7 @@ def workspace_for(device: torch.device, stream: int, elements: int) -> torch.Ten
     """At least ``elements`` float32, of any contents, for one launch on the raw stream handle."""
     if torch.cuda.is_current_stream_capturing():
         return torch.empty(elements, dtype=torch.float32, device=device)
-    thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
-    key = (device.index, stream, thread)
+    key = (device.index, stream, _thread_of(stream))
     workspace = _WORKSPACES.get(key)
     if workspace is None or workspace.shape[0] < elements:
         # The old one, if any, goes back to the allocator, which knows that this stream used it.
