@@ -23,7 +23,7 @@ from cute_kernels.reference.attention import attention_reference
 from demo import evaluate, report, texts
 from demo.models import MODELS, find_gguf, load
 from kvcache.integrations.transformers import (
-    LayerScales,
+    KVScales,
     PagedKVCache,
     calibrate_scales,
     register,
@@ -35,7 +35,7 @@ KERNEL, REFERENCE = "cute_kv", "cute_kv_reference"
 class Session(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     model: PreTrainedModel
-    scales: list[LayerScales]
+    scales: list[KVScales]
     rotate_keys: bool
 
     def fp8_cache(self) -> PagedKVCache:
