@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import platform
 import sys
@@ -214,7 +215,7 @@ def main(
         "attention": "kernel" if where.type == "cuda" and not fallbacks else "torch reference",
         "fallbacks": sorted(fallbacks),
         "rotate_keys": rotate,
-        "scales": session.scales,
+        "scales": [dataclasses.asdict(each) for each in session.scales],
         "generation": generation,
         "quality": quality,
         "seconds": time.perf_counter() - started,
