@@ -56,9 +56,10 @@ from perf.serving_inputs import (
     store_arguments,
     store_call,
 )
+from perf.targets import OURS
 from perf.timing import Contender, Timing, median_us, time_rotating
 from perf.trace import Layers, Step, TraceSpec, Work
-from perf.traffic import ReductionProbe, read_ceilings
+from perf.traffic import ceiling_buffer, device_ceilings
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
 MODELS = ("gemma-4-31b", "llama-3-70b")
@@ -262,9 +263,7 @@ def run(
     `keep` gets those so far after each cell.
     """
     steps, rows = trace.simulate(options.spec), []
-    buffer = torch.zeros(1 << 31, dtype=torch.uint8, device="cuda")
-    ceiling = max(read_ceilings([ReductionProbe(buffer)], median_us).values())
-    del buffer
+    ceilings = device_ceilings(ceiling_buffer(), median_us)
     for model, tp_size, dtype in tqdm(cells, file=sys.stderr, disable=None):
         config = json.loads((CONFIGS / f"{model}.json").read_text(encoding="utf-8"))
         layers = trace.layers_of(config, dtype, tp_size)
@@ -287,8 +286,9 @@ def run(
                 )
                 workload = make_workload(case, machine, method)
                 size = moved // len(sampled)
+                ceiling = ceilings["read_tb_per_s"]
                 rows.append(
-                    make_row("cute_kernels", case, result, workload, machine, ceiling, size)
+                    make_row(OURS, case, result, workload, machine, ceiling, size, ceilings)
                 )
         keep(rows)
     return rows
