@@ -8,8 +8,8 @@ import torch
 from perf.cases import DecodeCase
 from perf.traffic import (
     ReductionProbe,
-    device_ceilings,
     Traffic,
+    device_ceilings,
     flops,
     read_ceilings,
     traffic,
