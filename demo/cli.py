@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from cute_kernels.reference.attention import attention_reference
 from demo import evaluate, report, texts
 from demo.models import MODELS, find_gguf, load
 from kvcache.integrations.transformers import (
-    LayerScales,
+    KVScales,
     PagedKVCache,
     calibrate_scales,
     register,
@@ -35,7 +35,7 @@ KERNEL, REFERENCE = "cute_kv", "cute_kv_reference"
 class Session(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     model: PreTrainedModel
-    scales: list[LayerScales]
+    scales: list[KVScales]
     rotate_keys: bool
 
     def fp8_cache(self) -> PagedKVCache:
@@ -57,21 +57,6 @@ def _reference_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(KERNEL)
-
-
-@contextlib.contextmanager
-def _noting_fallbacks(notes: set[str]) -> Iterator[None]:
-    """Collect the warnings with which the public function says that no kernel served a call."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for warning in caught:
-        if "torch reference" in str(warning.message):
-            notes.add(str(warning.message))
-        else:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
 
 
 def _device(name: str) -> torch.device:
@@ -205,7 +190,7 @@ def main(
     ppl_tokens = ppl_tokens or (4096 if where.type == "cuda" else 1024)
     session = _load(model, model_dir, where, rotate)
     fallbacks: set[str] = set()
-    with _noting_fallbacks(fallbacks):
+    with evaluate.noting_fallbacks(fallbacks):
         generation = _generate(session, prompt or spec.prompt, tokens, compare_reference)
         quality = _measure_perplexity(session, ppl_tokens)
     result = {
@@ -214,7 +199,7 @@ def main(
         "attention": "kernel" if where.type == "cuda" and not fallbacks else "torch reference",
         "fallbacks": sorted(fallbacks),
         "rotate_keys": rotate,
-        "scales": session.scales,
+        "scales": [dataclasses.asdict(each) for each in session.scales],
         "generation": generation,
         "quality": quality,
         "seconds": time.perf_counter() - started,

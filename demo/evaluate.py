@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+import warnings
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,6 +41,21 @@ class Comparison(NamedTuple):
     identical: bool
     logit_gap: float | None  # see `compare`
     max_logit_difference: float  # over the steps before which both runs read the same tokens
+
+
+@contextlib.contextmanager
+def noting_fallbacks(notes: set[str]) -> Iterator[None]:
+    """Collect the warnings with which the public function says that no kernel served a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        if "torch reference" in str(warning.message):
+            notes.add(str(warning.message))
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
 
 
 def chunk_tokens(model: PreTrainedModel) -> int:

@@ -53,6 +53,18 @@ def docstring_text() -> str:
     return "\n\n".join(texts)
 
 
+def member_docstrings() -> str:
+    """Docstrings of the public classes and functions of the same modules, each after its name."""
+    found = []
+    for module in map(importlib.import_module, DOCUMENTED_MODULES):
+        for name, member in sorted(vars(module).items()):
+            own = getattr(member, "__module__", None) == module.__name__
+            public = inspect.isclass(member) or inspect.isfunction(member)
+            if own and public and not name.startswith("_") and member.__doc__:
+                found.append(f"{name}: {inspect.getdoc(member)}")
+    return "\n\n".join(found)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """Token ids (1, L), with the special tokens that the model expects around plain text."""
     return tokenizer(text, return_tensors="pt")["input_ids"]

@@ -1,11 +1,12 @@
 """Scales of a model's layers in a safetensors file, under the names that serving engines read.
 
     scales = calibrate_scales(model, sample_ids)          # kvcache.integrations.transformers
-    save_kv_scales("kv_scales.safetensors", scales, "fp8")
+    save_kv_scales("kv_scales.safetensors", scales)
 
 Every layer has two float32 tensors, `model.layers.5.self_attn.k_scale` and `.v_scale`: () for one
 scale a layer, (Hkv,) for one a KV head. Engines that read a checkpoint's scales take these names;
-the file can stand beside the checkpoint's own. Its metadata says which dtype the scales are for.
+the file can stand beside the checkpoint's own. Its metadata says which dtype the scales are for;
+files of engines do not, so there the caller must.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.checks import check_all, check_type
-from kvcache.dtypes import QuantMode, get_kv_cache_dtype
-from kvcache.scales import KVScales
+from kvcache.dtypes import KV_CACHE_DTYPES, QuantMode
+from kvcache.scales import KVScales, check_has_scales
 from kvcache.writes import Transaction
 
 LAYER_NAME = "model.layers.{}.self_attn"
@@ -28,7 +29,7 @@ _SIDES = ("k", "v")
 def save_kv_scales(
     path: str | os.PathLike,
     scales: Sequence[KVScales],
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | None = None,
     *,
     layer_name: str = LAYER_NAME,
 ) -> None:
@@ -37,18 +38,18 @@ def save_kv_scales(
     Args:
         path: of the new file; one that is there is replaced whole.
         scales: one a layer, in order. Pairs (k, v) of numbers, or of tuples of them, are taken too.
-        kv_cache_dtype: a quantized dtype.
+        kv_cache_dtype: what the scales are for, where they do not say so themselves.
         layer_name: with {} for the layer's index.
 
     Raises:
-        ValueError: no layers, a scale out of range, a dtype without scales, a name without {}.
+        ValueError: no layers, a scale out of range, a dtype without scales, a name without {};
+            scales for no known dtype, or for dtypes of several storage formats.
         TypeError: scales that are none.
     """
     from safetensors.torch import save_file
 
-    dtype = get_kv_cache_dtype(kv_cache_dtype)
-    if dtype.quant_mode is QuantMode.NONE:
-        raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: one that has scales")
+    if kv_cache_dtype is not None:
+        check_has_scales(kv_cache_dtype)
     if layer_name.format(0) == layer_name.format(1):
         raise ValueError(f"layer_name: got {layer_name!r}; accepted: with {{}} for the index")
     found = [
@@ -57,6 +58,12 @@ def save_kv_scales(
     ]
     if not found:
         raise ValueError("scales: got none; accepted: one a layer")
+    dtype = kv_cache_dtype or found[0].kv_cache_dtype
+    if dtype is None:
+        raise ValueError("kv_cache_dtype: got None, and the scales do not say what they are for")
+    for index, each in enumerate(found):
+        if each.kv_cache_dtype is not None:
+            each.check_dtype(dtype, f"scales[{index}]")
     tensors = {
         f"{layer_name.format(index)}.{side}_scale": tensor
         for index, each in enumerate(found)
@@ -64,27 +71,34 @@ def save_kv_scales(
     }
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    save_file(tensors, partial, metadata={_DTYPE_KEY: dtype.name})
+    save_file(tensors, partial, metadata={_DTYPE_KEY: dtype})
     os.replace(partial, path)  # never half a file under the final name
 
 
-def load_kv_scales(path: str | os.PathLike, kv_cache_dtype: str) -> dict[str, KVScales]:
+def load_kv_scales(
+    path: str | os.PathLike, kv_cache_dtype: str | None = None
+) -> dict[str, KVScales]:
     """The scales of each layer, by its name in the file, in the file's order of layers.
 
+    Args:
+        kv_cache_dtype: of the cache they are for; None for the one that the file names. A file of
+            an engine names none: then this is what is believed.
+
     Raises:
-        ValueError: scales for another storage format, which would be wrong by a constant factor
-            (fp8's are 6 times nvfp4's); a layer with one scale only; one out of range; no scales.
+        ValueError: scales for another storage format; None and a file that names no dtype; a layer
+            with one scale only; one out of range; no scales.
     """
     from safetensors import safe_open
 
-    dtype = get_kv_cache_dtype(kv_cache_dtype)
+    if kv_cache_dtype is not None:
+        check_has_scales(kv_cache_dtype)
     sides: dict[str, dict[str, tuple[float, ...]]] = {}
     with safe_open(path, "pt") as file:
-        made_for = (file.metadata() or {}).get(_DTYPE_KEY)
-        if made_for is not None and get_kv_cache_dtype(made_for).storage != dtype.storage:
+        made_for = (file.metadata() or {}).get(_DTYPE_KEY, kv_cache_dtype)
+        if made_for is None:
             raise ValueError(
-                f"{path}: these scales are for kv_cache_dtype {made_for!r}, asked for were those "
-                f"of {kv_cache_dtype!r}"
+                f"{path}: does not say which kv_cache_dtype its scales are for; accepted with an "
+                "explicit kv_cache_dtype"
             )
         for key in file.keys():
             layer, _, last = key.rpartition(".")
@@ -97,7 +111,12 @@ def load_kv_scales(path: str | os.PathLike, kv_cache_dtype: str) -> dict[str, KV
     for layer, found in sides.items():
         if len(found) != len(_SIDES):
             raise ValueError(f"{path}: {layer} has {', '.join(found)}_scale only")
-    return {layer: KVScales(**sides[layer]) for layer in sorted(sides, key=_natural)}
+    scales = {
+        layer: KVScales(**sides[layer], kv_cache_dtype=made_for)
+        for layer in sorted(sides, key=_natural)
+    }
+    next(iter(scales.values())).check_dtype(kv_cache_dtype or made_for, f"{path}")
+    return scales
 
 
 def apply_kv_scales(layers: Mapping[str, Any], scales: Mapping[str, KVScales]) -> None:
@@ -112,7 +131,8 @@ def apply_kv_scales(layers: Mapping[str, Any], scales: Mapping[str, KVScales]) -
 
     Raises:
         ValueError: a name that only one of the two has, or a number of heads that is not the
-            layer's `num_kv_heads`; no layer is changed then.
+            layer's `num_kv_heads`, or scales for another storage format than that of the layer's
+            `kv_cache_dtype`, where it has one that takes scales; no layer is changed then.
     """
     check_type("layers", layers, Mapping, "a mapping by layer name")
     check_type("scales", scales, Mapping, "a mapping by layer name")
@@ -124,6 +144,9 @@ def apply_kv_scales(layers: Mapping[str, Any], scales: Mapping[str, KVScales]) -
             raise ValueError(f"{what}: has no {', '.join(missing)}")
     transaction = Transaction()
     for name, layer in layers.items():
+        dtype = KV_CACHE_DTYPES.get(getattr(layer, "kv_cache_dtype", None))
+        if dtype is not None and dtype.quant_mode is not QuantMode.NONE:
+            scales[name].check_dtype(dtype.name, name)
         for side, tensor in zip(_SIDES, scales[name].tensors(), strict=True):
             heads = getattr(layer, "num_kv_heads", None)
             if tensor.dim() and heads not in (None, len(tensor)):

@@ -13,7 +13,7 @@ from rich.text import Text
 
 import cute_kernels
 from kvcache.blocks import get_preferred_block_size_for_config
-from kvcache.cli_common import console, read_model
+from kvcache.cli_common import console, kv_cache_dtype_option, read_model, refusing
 from kvcache.cli_doctor import doctor_command
 from kvcache.cli_kernels import cache_group, warmup_command
 from kvcache.config import capability_of
@@ -40,10 +40,14 @@ main.add_command(doctor_command)
     type=click.Path(exists=True, path_type=Path),
     help="A model's config.json in the Hugging Face format, or its folder.",
 )
-@click.option("--arch", default="sm_90a", show_default=True, help="The GPU, like sm_90a.")
 @click.option(
-    "--kv-cache-dtype", default="auto", show_default=True, help="Like fp8; auto is the model's."
+    "--arch",
+    default="sm_90a",
+    show_default=True,
+    callback=refusing(capability_of),
+    help="The GPU, like sm_90a.",
 )
+@kv_cache_dtype_option
 @click.option("--text-only", is_flag=True, help="No images will be sent to the model.")
 @click.option("--verbose", is_flag=True, help="Also say what each kernel refuses, and why.")
 def explain_command(
@@ -55,9 +59,7 @@ def explain_command(
     model's: tensor parallelism divides them.
     """
     try:
-        kinds = layer_kinds(
-            read_model(model), kv_cache_dtype, capability_of(arch), text_only=text_only
-        )
+        kinds = layer_kinds(read_model(model), kv_cache_dtype, arch, text_only=text_only)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"{model}: {error}") from error
     reasons = [_reason(kind) for kind in kinds]

@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
+from kvcache.dtypes import is_quantized_kv_cache
+
+
+def refusing(check: Callable[[str], object]) -> Callable[..., str]:
+    """A callback for an option: what `check` raises ValueError for is refused by the option's name,
+    before it meets a model's file and is taken for a fault of that."""
+
+    def callback(context: click.Context, parameter: click.Parameter, value: str) -> str:
+        try:
+            check(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+        return value
+
+    return callback
+
+
+kv_cache_dtype_option = click.option(
+    "--kv-cache-dtype",
+    default="auto",
+    show_default=True,
+    callback=refusing(is_quantized_kv_cache),
+    help="Like fp8; auto is the model's.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 

@@ -19,14 +19,25 @@ from cute_kernels.compile.key import installed_toolchain, source_fingerprint
 from cute_kernels.compile.pool import Outcome, compile_into, default_workers
 from cute_kernels.compile.store import Entry, Store
 from cute_kernels.env import cache_directory
-from kvcache.cli_common import console, json_option, read_model
+from kvcache.cli_common import (
+    console,
+    json_option,
+    kv_cache_dtype_option,
+    read_model,
+    refusing,
+)
+from kvcache.config import capability_of
 from kvcache.warmup import WarmupPlan, plan_warmup
+
+
+def _parts(value: str) -> list[str]:
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     """A comma-separated list of positive numbers."""
     try:
-        numbers = tuple(int(part) for part in value.split(",") if part.strip())
+        numbers = tuple(map(int, _parts(value)))
     except ValueError as error:
         raise click.BadParameter(f"{value!r} is no list of numbers like 1,2,4") from error
     if any(number < 1 for number in numbers):
@@ -41,8 +52,13 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
     type=click.Path(exists=True, path_type=Path),
     help="A model's config.json in the Hugging Face format, or its folder.",
 )
-@click.option("--arch", default="sm_90a", help="Architectures, like sm_90a,sm_100a.")
-@click.option("--kv-cache-dtype", default="auto", help="Like fp8; auto is the model's.")
+@click.option(
+    "--arch",
+    default="sm_90a",
+    callback=refusing(lambda value: [capability_of(each) for each in _parts(value)]),
+    help="Architectures, like sm_90a,sm_100a.",
+)
+@kv_cache_dtype_option
 @click.option("--tp", default="1", callback=_numbers, help="Tensor-parallel sizes, like 1,2,4.")
 @click.option("--max-model-len", type=click.IntRange(min=1), help="Longest sequence, in tokens.")
 @click.option(
@@ -102,7 +118,7 @@ def _plan(
     try:
         return plan_warmup(
             read_model(model),
-            [part.strip() for part in arch.split(",") if part.strip()],
+            _parts(arch),
             kv_cache_dtype,
             tp_sizes=tp,
             max_query_tokens=min(max_batched_tokens, max_model_len or max_batched_tokens),

@@ -15,18 +15,10 @@ from typing import NamedTuple
 import torch
 
 import cute_kernels
+from kvcache.scales import KVScales
 
 FP8_MAX = 448.0
-_SCALE_RANGE = (2.0**-100, 2.0**100)  # 1 / scale and code * scale stay normal float32 numbers
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-
-
-class LayerScales(NamedTuple):
-    """What the stored codes of one layer are multiplied by to give K and V: a number, or one per
-    KV head. For nvfp4 these are the global scales."""
-
-    k: float | tuple[float, ...]
-    v: float | tuple[float, ...]
 
 
 class Step(NamedTuple):
@@ -172,9 +164,7 @@ class Pages:
 
     needs_scales = False
 
-    def __init__(
-        self, key: torch.Tensor, page_size: int, scales: LayerScales | None = None
-    ) -> None:
+    def __init__(self, key: torch.Tensor, page_size: int, scales: KVScales | None = None) -> None:
         _, num_kv_heads, _, head_size = key.shape
         self.query_dtype = self.compute_dtype(key.dtype)
         self.k = torch.empty(
@@ -243,13 +233,15 @@ class ScaledPages(Pages):
 
     needs_scales = True
 
-    def __init__(
-        self, key: torch.Tensor, page_size: int, scales: LayerScales | None = None
-    ) -> None:
+    def __init__(self, key: torch.Tensor, page_size: int, scales: KVScales | None = None) -> None:
         super().__init__(key, page_size)
         if scales is None:
-            raise ValueError("scales: got None; a quantized layer needs LayerScales")
-        self.k_scale, self.v_scale = (_scale_tensor(side, scales, key) for side in scales)
+            raise ValueError("scales: got None; a quantized layer needs KVScales")
+        if {len(scales.k), len(scales.v)} - {1, key.shape[1]}:
+            raise ValueError(
+                f"scales: got {scales}; accepted: 1 number, or {key.shape[1]}, one a head"
+            )
+        self.k_scale, self.v_scale = (side.reshape(-1) for side in scales.tensors(key.device))
 
     def descales(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k_scale, self.v_scale
@@ -274,9 +266,7 @@ class NVFP4Pages(ScaledPages):
 
     kv_cache_dtype = "nvfp4"
 
-    def __init__(
-        self, key: torch.Tensor, page_size: int, scales: LayerScales | None = None
-    ) -> None:
+    def __init__(self, key: torch.Tensor, page_size: int, scales: KVScales | None = None) -> None:
         super().__init__(key, page_size, scales)
         head_size = key.shape[-1]
         if head_size % 16:
@@ -367,19 +357,6 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
     common = index[:, None] & index[None, :]
     parity = sum((common >> bit) & 1 for bit in range(max(1, size.bit_length() - 1))) % 2
     return ((1.0 - 2.0 * parity) * size**-0.5).to(device)
-
-
-def _scale_tensor(
-    side: float | tuple[float, ...], scales: LayerScales, key: torch.Tensor
-) -> torch.Tensor:
-    # Checked as what is stored: a Python float can round to 0 or infinity.
-    as_stored = torch.tensor(side, dtype=torch.float32).reshape(-1)
-    low, high = _SCALE_RANGE
-    if not ((as_stored >= low) & (as_stored <= high)).all():
-        raise ValueError(f"scales: got {scales}; accepted: finite, within [2^-100, 2^100]")
-    if len(as_stored) not in (1, key.shape[1]):
-        raise ValueError(f"scales: got {scales}; accepted: 1 number, or {key.shape[1]}, one a head")
-    return as_stored.to(key.device)
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import E4M3_MAX, E4M3_MIN_NORMAL, QuantMode, get_kv_cache_dtype
+from cute_kernels.formats import (
+    E4M3_MAX,
+    E4M3_MIN_NORMAL,
+    KVCacheDType,
+    QuantMode,
+    get_kv_cache_dtype,
+)
 from kvcache.checks import check_type, described
 from kvcache.writes import Transaction
 
@@ -35,18 +41,46 @@ class KVScales:
 
     k, v: a number, or one per KV head; kept as tuples of float32 values. For nvfp4 these are the
     global scales.
+    kv_cache_dtype: what they were calibrated for; None where nobody said. Scales for another
+    storage format are wrong by a constant factor (fp8's are 6 times nvfp4's), which nothing in
+    their values shows.
 
     Raises:
         ValueError: none, or one that is not finite and within [2^-100, 2^100] as float32: a Python
-            float can round to 0 or infinity on the way to the device.
+            float can round to 0 or infinity on the way to the device. A dtype without scales.
     """
 
     k: tuple[float, ...]
     v: tuple[float, ...]
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("k", "v"):
             object.__setattr__(self, name, _checked_scales(name, getattr(self, name)))
+        if self.kv_cache_dtype is not None:
+            check_has_scales(self.kv_cache_dtype)
+
+    def check_dtype(self, kv_cache_dtype: str, what: str = "scales") -> None:
+        """Refuse to be used with a cache of another storage format, or of any where none is known.
+
+        Args:
+            kv_cache_dtype: the cache's, a quantized dtype.
+            what: how the message calls these scales.
+
+        Raises:
+            ValueError: naming both dtypes.
+        """
+        used = check_has_scales(kv_cache_dtype)
+        if self.kv_cache_dtype is None:
+            raise ValueError(
+                f"{what}: do not say which kv_cache_dtype they are for, asked for were those of "
+                f"{kv_cache_dtype!r}; accepted: KVScales(k, v, {kv_cache_dtype!r})"
+            )
+        if get_kv_cache_dtype(self.kv_cache_dtype).storage != used.storage:
+            raise ValueError(
+                f"{what}: these are for kv_cache_dtype {self.kv_cache_dtype!r}, asked for were "
+                f"those of {kv_cache_dtype!r}"
+            )
 
     def tensors(
         self, device: torch.device | str | None = None
@@ -57,6 +91,18 @@ class KVScales:
             for side in (self.k, self.v)
         )
         return k, v
+
+
+def check_has_scales(kv_cache_dtype: str) -> KVCacheDType:
+    """The dtype of this name, if reading it takes scales.
+
+    Raises:
+        ValueError: an unknown name, or a dtype without scales.
+    """
+    dtype = get_kv_cache_dtype(kv_cache_dtype)
+    if dtype.quant_mode is QuantMode.NONE:
+        raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: one that has scales")
+    return dtype
 
 
 def suggest_scales(
@@ -81,15 +127,15 @@ def suggest_scales(
         ValueError: an absmax that is negative, infinite or NaN, or so small or large that its
             scale is out of range; a dtype without scales.
     """
-    dtype = get_kv_cache_dtype(kv_cache_dtype)
-    if dtype.quant_mode is QuantMode.NONE:
-        raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: one that has scales")
+    dtype = check_has_scales(kv_cache_dtype)
     absmax = {
         "k": _as_tuple("k_absmax", k_absmax),
         "v": _as_tuple("v_absmax", v_absmax),
     }
     if current is not None:
         check_type("current", current, KVScales, "KVScales or None")
+        if current.kv_cache_dtype is not None:
+            current.check_dtype(kv_cache_dtype, "current")
     for side, values in absmax.items():
         if not values or not all(math.isfinite(value) and value >= 0 for value in values):
             raise ValueError(f"{side}_absmax: got {values}; accepted: finite and >= 0")
@@ -100,7 +146,8 @@ def suggest_scales(
         **{
             side: tuple(value / largest if value else 1.0 for value in values)
             for side, values in absmax.items()
-        }
+        },
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

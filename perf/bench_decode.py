@@ -11,6 +11,7 @@ exit status is 1 when a provider was wrong or failed.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import click
 from tqdm import tqdm
@@ -30,12 +31,13 @@ from perf.rows import (
 from perf.timing import (
     Contender,
     calls_per_graph,
+    kernels_of,
     median_us,
     time_host,
     time_rotating,
     time_single,
 )
-from perf.traffic import ReadProbe, ReductionProbe, read_ceilings
+from perf.traffic import device_ceilings
 from perf.verify import verify
 
 # The check draws other queries, scales and page orders than the timed calls.
@@ -82,8 +84,10 @@ def measure(
         single = time_single(contenders, rounds)
         host = time_host(contenders)
         for i, contender in enumerate(contenders):
-            error = results[contender.name].rel_error
-            results[contender.name] = Measurement(OK, error, rotating[i], single[i], host[i])
+            error, kernels = results[contender.name].rel_error, kernels_of(contender.calls[0])
+            results[contender.name] = Measurement(
+                OK, error, rotating[i], single[i], host[i], kernels
+            )
     return results, method
 
 
@@ -95,14 +99,21 @@ def run(
 ) -> list[dict[str, object]]:
     """Rows of all cases and providers."""
     pool = KVPool(cases, "cuda")
-    probes: list[ReadProbe] = [ReductionProbe(pool.k)]
-    ceiling = max(read_ceilings(probes, median_us).values())
+    ceilings = device_ceilings(pool.k, median_us)
     rows = []
     for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
         results, method = measure(case, providers, pool, rounds)
         workload = make_workload(case, machine, method)
         rows += [
-            make_row(name, case, measurement, workload, machine, ceiling)
+            make_row(
+                name,
+                case,
+                measurement,
+                workload,
+                machine,
+                ceilings["read_tb_per_s"],
+                ceilings=ceilings,
+            )
             for name, measurement in results.items()
         ]
     return rows
@@ -112,6 +123,7 @@ def run(
 @click.option("--all", "all_cases", is_flag=True, help="every case (the default)")
 @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
 @click.option("--providers", multiple=True, metavar="NAME", help="only these; may be repeated")
+@click.option("--one-scale", is_flag=True, help="one scale for K and V, which some peers need")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
 @click.option("--png", "png_path", type=click.Path(dir_okay=False), help="write a plot")
 @click.option("--quick", is_flag=True, help="four cases, few rounds: a smoke test")
@@ -122,6 +134,7 @@ def main(
     all_cases: bool,
     cases: tuple[str, ...],
     providers: tuple[str, ...],
+    one_scale: bool,
     json_path: str | None,
     png_path: str | None,
     quick: bool,
@@ -136,6 +149,7 @@ def main(
         contenders = select_providers(providers)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    chosen = [replace(case, one_scale=one_scale) for case in chosen]
     if list_only:
         for case in DECODE_CASES:
             click.echo(case.name)

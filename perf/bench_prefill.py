@@ -33,8 +33,15 @@ from perf.rows import (
     make_row,
     make_workload,
 )
-from perf.timing import Call, Contender, calls_per_graph, median_us, time_rotating
-from perf.traffic import ReductionProbe, flops, read_ceilings
+from perf.timing import (
+    Call,
+    Contender,
+    calls_per_graph,
+    kernels_of,
+    median_us,
+    time_rotating,
+)
+from perf.traffic import ceiling_buffer, device_ceilings, flops
 
 # A call computes for milliseconds on what it reads in microseconds: caches hardly matter.
 INPUT_SETS = 2
@@ -78,7 +85,8 @@ def measure(
         contenders = [Contender(p.name, tuple(p.bind(inputs) for inputs in sets)) for p in right]
         for provider, timing in zip(right, time_rotating(contenders, rounds), strict=True):
             error = results[provider.name].rel_error
-            results[provider.name] = Measurement(OK, error, timing)
+            kernels = kernels_of(provider.bind(sets[0]))
+            results[provider.name] = Measurement(OK, error, timing, kernels=kernels)
     method = {
         "timing": "cuda graph, median",
         "input_sets": len(sets),
@@ -91,13 +99,21 @@ def measure(
 def run(cases: list[PrefillCase], machine: Machine, rounds: int) -> list[dict[str, Any]]:
     """Rows of all cases and contenders."""
     rows = []
+    ceilings = device_ceilings(ceiling_buffer(), median_us)
     for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
         pool = KVPool([case], "cuda")
-        ceiling = max(read_ceilings([ReductionProbe(pool.k)], median_us).values())
         results, method = measure(case, pool, rounds)
         workload = make_workload(case, machine, method)
         rows += [
-            make_row(name, case, measurement, workload, machine, ceiling)
+            make_row(
+                name,
+                case,
+                measurement,
+                workload,
+                machine,
+                ceilings["read_tb_per_s"],
+                ceilings=ceilings,
+            )
             for name, measurement in results.items()
         ]
     return rows

@@ -16,10 +16,10 @@ import json
 import statistics
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import torch
@@ -27,34 +27,47 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from cute_kernels import flash_attn_varlen_func, reshape_and_cache
 from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
+from cute_kernels.reference.store import reshape_and_cache as store_reference
 from kvcache import can_run
 from perf import trace
 from perf.command import begin, finish
-from perf.inputs import CODE_RMS, MAX_SETS, ROTATED_BYTES, InputSet, random_codes
-from perf.providers import NOT_IMPLEMENTED, varlen_arguments
+from perf.inputs import ROTATED_BYTES
 from perf.rows import (
     OK,
     Machine,
     Measurement,
     make_row,
     make_workload,
+    write_rows,
 )
 from perf.sections import SERVING_COLUMNS, serving_lines
-from perf.timing import Call, Contender, Timing, median_us, time_rotating
+from perf.serving_inputs import (
+    PAGE,
+    StepInputs,
+    attention_arguments,
+    attention_call,
+    make_pool,
+    make_step,
+    moved_bytes,
+    pages_of,
+    set_count,
+    store_arguments,
+    store_call,
+)
+from perf.targets import OURS
+from perf.timing import Contender, Timing, median_us, time_rotating
 from perf.trace import Layers, Step, TraceSpec, Work
-from perf.traffic import ReductionProbe, read_ceilings
+from perf.traffic import ceiling_buffer, device_ceilings
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
 MODELS = ("gemma-4-31b", "llama-3-70b")
 DTYPES = ("bf16", "fp8", "nvfp4")
 TP_SIZES = (1, 2, 4, 8)
 PARTS = ("attention", "store")
-PAGE = 64
 # Bounds of ||out - reference|| / ||reference||: a bf16 cache has bf16 probabilities, too.
-MAX_ERROR = {"bf16": 6e-3, "fp8": 3e-3}
+MAX_ERROR = {"bf16": 6e-3, "fp8": 3e-3, "nvfp4": 3e-3}
 CHECK_STEP = (Work(1, 300), Work(4, 517), Work(37, 37), Work(200, 900))
 
 
@@ -87,144 +100,79 @@ class ServingCase:
         }
 
 
-class Pool(NamedTuple):
-    """K and V pages of one layer kind: (pages, PAGE, Hkv, D) in the cache's dtype."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-class StepInputs(NamedTuple):
-    """attention: arguments of the call. key, value: (total_q, Hkv, D) bf16; slots: (total_q,)."""
-
-    attention: InputSet
-    key: torch.Tensor
-    value: torch.Tensor
-    slots: torch.Tensor
-
-
-def pages_of(step: tuple[Work, ...]) -> int:
-    return sum(-(-keys // PAGE) for _, keys in step)
-
-
-def moved_bytes(layer: Layers, step: tuple[Work, ...], part: str) -> int:
-    """K and V that attention reads, or new keys and values read and written by the store."""
-    per_token = layer.config.bytes_per_token
-    if part == "attention":
-        return trace.keys_read(step, layer.config.sliding_window) * per_token
-    elements = 2 * layer.config.num_kv_heads * layer.config.head_size
-    return sum(query for query, _ in step) * (2 * elements + per_token)
-
-
-def set_count(layer: Layers, step: tuple[Work, ...]) -> int:
-    return min(MAX_SETS, -(-ROTATED_BYTES // moved_bytes(layer, step, "attention")))
-
-
-def make_pool(layer: Layers, dtype: str, pages: int, generator: torch.Generator) -> Pool:
-    shape = (pages, PAGE, layer.config.num_kv_heads, layer.config.head_size)
-    count = pages * PAGE * shape[2] * shape[3]
-    if dtype == "fp8":
-        sides = (random_codes(count, generator).view(torch.float8_e4m3fn) for _ in "kv")
-    else:
-        empty = partial(torch.empty, count, dtype=torch.bfloat16, device=generator.device)
-        sides = (empty().normal_(generator=generator) for _ in "kv")
-    return Pool(*(side.view(shape) for side in sides))
-
-
-def make_step(layer: Layers, step: tuple[Work, ...], pool: Pool, pages: torch.Tensor) -> StepInputs:
-    """The calls of one layer in one step; `pages` (pages_of(step),) are the sequences' own."""
-    config, device = layer.config, pool.k.device
-    counts = [-(-keys // PAGE) for _, keys in step]
-    table = torch.full((len(step), max(counts)), -1, dtype=torch.int32)
-    slots, cpu_pages = [], pages.cpu().long()
-    for row, own, (query, keys) in zip(table, cpu_pages.split(counts), step, strict=True):
-        row[: len(own)] = own
-        at = torch.arange(keys - query, keys)
-        slots.append(own[at // PAGE] * PAGE + at % PAGE)
-    queries = torch.tensor([0, *(query for query, _ in step)], dtype=torch.int32)
-    total = int(queries.sum())
-    generator = torch.Generator(device).manual_seed(total)
-    normal = partial(torch.randn, generator=generator, device=device)
-    q = normal((total, config.num_q_heads, config.head_size)).bfloat16()
-    key, value = (normal((total, *pool.k.shape[2:])).bfloat16() for _ in "kv")
-    scale = None
-    if pool.k.dtype is torch.float8_e4m3fn:
-        scale = torch.full((1,), 1 / CODE_RMS, device=device)
-    attention = InputSet(
-        q=q,
-        k=pool.k,
-        v=pool.v,
-        block_table=table.to(device),
-        seqused_k=torch.tensor([keys for _, keys in step], dtype=torch.int32, device=device),
-        cu_seqlens_q=queries.cumsum(0, dtype=torch.int32).to(device),
-        k_descale=scale,
-        v_descale=scale,
-        out=torch.empty_like(q),
-        lse=torch.empty((config.num_q_heads, total), device=device),
-        max_seqlen_q=max(query for query, _ in step),
-        max_seqlen_k=max(keys for _, keys in step),
-        softmax_scale=config.head_size**-0.5,
-        window_left=-1 if config.sliding_window is None else config.sliding_window - 1,
-    )
-    return StepInputs(attention, key, value, torch.cat(slots).to(device))
-
-
-def attention_call(inputs: StepInputs) -> Call:
-    arguments = varlen_arguments(inputs.attention)
-    return partial(flash_attn_varlen_func, **arguments, out=inputs.attention.out)
-
-
-def store_call(inputs: StepInputs) -> Call:
-    """Our store of an FP8 cache; torch's index_copy_ into one that holds what it is given."""
-    k, v = inputs.attention.k, inputs.attention.v
-    if k.dtype is torch.float8_e4m3fn:
-        scale = inputs.attention.k_descale
-        new = (inputs.key, inputs.value, k, v, inputs.slots)
-        return partial(reshape_and_cache, *new, "fp8", scale, scale)
-
-    def copy() -> None:
-        for cache, new in ((k, inputs.key), (v, inputs.value)):
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, inputs.slots, new)
-
-    return copy
-
-
-def check(layer: Layers, dtype: str, device: str) -> Measurement:
-    """Store and attend once in a small step; the output against the float64 reference."""
+def small_step(layer: Layers, dtype: str, device: str) -> StepInputs:
+    """CHECK_STEP in a pool of its own, its output full of NaN."""
     generator = torch.Generator(device).manual_seed(1)
     pages = pages_of(CHECK_STEP)
     pool = make_pool(layer, dtype, pages, generator)
     order = torch.randperm(pages, generator=generator, device=device)
     inputs = make_step(layer, CHECK_STEP, pool, order)
     inputs.attention.poison()
-    try:
-        with warnings.catch_warnings():
-            # On a GPU the torch reference would serve, slowly, what no kernel does.
-            warnings.filterwarnings("error", message=".*torch reference")
-            store_call(inputs)()
-            attention_call(inputs)()
-    except Exception as error:  # what one configuration refuses must not stop the others
-        return Measurement(f"failed: {type(error).__name__}: {error}".splitlines()[0])
-    problem = validate(**varlen_arguments(inputs.attention))
-    expected = attention_reference(problem, torch.float64)[0]
+    return inputs
+
+
+def check_store(layer: Layers, dtype: str, device: str) -> Measurement:
+    """Store once in a small step; the share of bytes that are not the definition's."""
+    inputs = small_step(layer, dtype, device)
+    sides = (inputs.attention.k, inputs.attention.v)
+    expected = [side.clone() for side in sides]
+    if dtype == "bf16":
+        for cache, new in zip(expected, (inputs.key, inputs.value), strict=True):
+            cache.flatten(0, 1)[inputs.slots] = new
+    else:
+        key, value, _, _, *others = store_arguments(inputs, dtype)
+        store_reference(key, value, *expected, *others)
+    store_call(inputs, dtype)()
+    pairs = zip(sides, expected, strict=True)
+    different = [(a.view(torch.uint8) != b.view(torch.uint8)).double().mean() for a, b in pairs]
+    error = float(max(different))
+    return Measurement(f"wrong: {error:.1e} of the bytes differ" if error else OK, error)
+
+
+def check_attention(layer: Layers, dtype: str, device: str) -> Measurement:
+    """Store and attend once in a small step; the output against the float64 reference."""
+    reason = can_run(replace(layer.config, page_size=PAGE))
+    if reason is not None:
+        return Measurement(f"no kernel: {reason}")
+    inputs = small_step(layer, dtype, device)
+    with warnings.catch_warnings():
+        # On a GPU the torch reference would serve, slowly, what no kernel does.
+        warnings.filterwarnings("error", message=".*torch reference")
+        store_call(inputs, dtype)()
+        attention_call(inputs)()
+    expected = attention_reference(validate(**attention_arguments(inputs)), torch.float64)[0]
     difference = inputs.attention.out.double() - expected
     error = float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(expected))
     right = error <= MAX_ERROR[dtype]
     return Measurement(OK if right else f"wrong: relative error {error:.1e}", error)
 
 
-def time_layer(layer: Layers, dtype: str, step: tuple[Work, ...], rounds: int) -> dict[str, Timing]:
+CHECKS = {"attention": check_attention, "store": check_store}
+
+
+def check(layer: Layers, dtype: str, device: str, part: str) -> Measurement:
+    """Whether a part of a small step is right."""
+    try:
+        return CHECKS[part](layer, dtype, device)
+    except Exception as error:  # what one configuration refuses must not stop the others
+        return Measurement(f"failed: {type(error).__name__}: {error}".splitlines()[0])
+
+
+def time_layer(
+    layer: Layers, dtype: str, step: tuple[Work, ...], rounds: int, parts: Sequence[str]
+) -> dict[str, Timing]:
     """One layer of a kind in one step, by part."""
     sets, own = set_count(layer, step), pages_of(step)
     generator = torch.Generator("cuda").manual_seed(0)
     pool = make_pool(layer, dtype, sets * own, generator)
     order = torch.randperm(sets * own, generator=generator, device="cuda")
     inputs = [make_step(layer, step, pool, pages) for pages in order.split(own)]
-    contenders = [
-        Contender("attention", tuple(attention_call(one) for one in inputs)),
-        Contender("store", tuple(store_call(one) for one in inputs)),
-    ]
-    return dict(zip(PARTS, time_rotating(contenders, rounds), strict=True))
+    calls = {
+        "attention": lambda one: attention_call(one),
+        "store": lambda one: store_call(one, dtype),
+    }
+    contenders = [Contender(part, tuple(calls[part](one) for one in inputs)) for part in parts]
+    return dict(zip(parts, time_rotating(contenders, rounds), strict=True))
 
 
 def calls_of(layer: Layers, part: str) -> int:
@@ -244,27 +192,37 @@ def over_layers(layers: list[Layers], part: str, steps: list[dict[str, Timing]])
     return Timing(*(statistics.fmean(values) for values in sums))
 
 
-def absent(layer: Layers) -> Measurement:
-    """Why this file has no call for the dtype of a kind of layer."""
-    reason = can_run(replace(layer.config, page_size=PAGE))
-    return Measurement(f"no kernel: {reason}" if reason else NOT_IMPLEMENTED)
+def verdict(layers: list[Layers], dtype: str, part: str) -> Measurement:
+    """The worst that a part of a small step is, over the kinds of layers, which it then names."""
+    errors = []
+    for kind in layers:
+        result = check(kind, dtype, "cuda", part)
+        if result.status != OK:
+            return Measurement(f"{kind.name}: {result.status}", result.rel_error)
+        errors.append(result.rel_error)
+    return Measurement(OK, max(errors))
 
 
 def measure(
-    layers: list[Layers], dtype: str, steps: list[Step], rounds: int
+    layers: list[Layers],
+    dtype: str,
+    steps: list[Step],
+    rounds: int,
+    verdicts: dict[str, Measurement],
 ) -> dict[str, Measurement]:
-    """Parts of the sampled steps of one kind, over all layers."""
-    for kind in layers:
-        result = check(kind, dtype, "cuda") if dtype in MAX_ERROR else absent(kind)
-        if result.status != OK:
-            status = f"{kind.name}: {result.status}"
-            return {part: Measurement(status, result.rel_error) for part in PARTS}
-    timings: dict[str, list[dict[str, Timing]]] = {part: [] for part in PARTS}
-    for step in steps:
-        found = {kind.name: time_layer(kind, dtype, step.work, rounds) for kind in layers}
-        for part in PARTS:
-            timings[part].append({name: of[part] for name, of in found.items()})
-    return {part: Measurement(OK, None, over_layers(layers, part, timings[part])) for part in PARTS}
+    """Parts of the sampled steps of one kind, over all layers; those whose verdict is OK."""
+    right = [part for part in PARTS if verdicts[part].status == OK]
+    timings: list[dict[str, dict[str, Timing]]] = []
+    for step in steps if right else ():
+        timings.append(
+            {kind.name: time_layer(kind, dtype, step.work, rounds, right) for kind in layers}
+        )
+    found = dict(verdicts)
+    for part in right:
+        of_part = [{name: of[part] for name, of in step.items()} for step in timings]
+        timing = over_layers(layers, part, of_part)
+        found[part] = Measurement(OK, verdicts[part].rel_error, timing)
+    return found
 
 
 def facts_of(
@@ -295,16 +253,21 @@ class Options:
 
 
 def run(
-    cells: list[tuple[str, int, str]], machine: Machine, options: Options
+    cells: list[tuple[str, int, str]],
+    machine: Machine,
+    options: Options,
+    keep: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """Rows of all (model, tensor-parallel size, KV cache dtype), kinds of steps, and parts."""
+    """Rows of all (model, tensor-parallel size, KV cache dtype), kinds of steps, and parts.
+
+    `keep` gets those so far after each cell.
+    """
     steps, rows = trace.simulate(options.spec), []
-    buffer = torch.zeros(1 << 31, dtype=torch.uint8, device="cuda")
-    ceiling = max(read_ceilings([ReductionProbe(buffer)], median_us).values())
-    del buffer
+    ceilings = device_ceilings(ceiling_buffer(), median_us)
     for model, tp_size, dtype in tqdm(cells, file=sys.stderr, disable=None):
         config = json.loads((CONFIGS / f"{model}.json").read_text(encoding="utf-8"))
         layers = trace.layers_of(config, dtype, tp_size)
+        verdicts = {part: verdict(layers, dtype, part) for part in PARTS}
         for kind in (trace.PLAIN, trace.CHUNKED):
             sampled = trace.sample(steps, kind, options.most_steps)
             if not sampled:
@@ -312,7 +275,7 @@ def run(
             facts = facts_of(options.spec, steps, sampled, layers, options.kv_gib)
             method = {"timing": "cuda graph, median", "rotated_bytes": ROTATED_BYTES}
             method["rounds"] = options.rounds
-            results = measure(layers, dtype, sampled, options.rounds)
+            results = measure(layers, dtype, sampled, options.rounds, verdicts)
             torch.cuda.empty_cache()
             for part, result in results.items():
                 case = ServingCase(model, tp_size, dtype, kind, part, tuple(facts.items()))
@@ -323,9 +286,11 @@ def run(
                 )
                 workload = make_workload(case, machine, method)
                 size = moved // len(sampled)
+                ceiling = ceilings["read_tb_per_s"]
                 rows.append(
-                    make_row("cute_kernels", case, result, workload, machine, ceiling, size)
+                    make_row(OURS, case, result, workload, machine, ceiling, size, ceilings)
                 )
+        keep(rows)
     return rows
 
 
@@ -360,9 +325,14 @@ def main(
     commit: str | None,
 ) -> None:
     machine = begin("perf.bench_serving", commit)
-    cells = [(m, tp, dtype) for m in models for tp in tp_sizes for dtype in dtypes]
+    cells = [(m, tp, dtype) for tp in tp_sizes for m in models for dtype in dtypes]
     options = Options(TraceSpec(), steps, kv_gib, rounds)
-    finish(run(cells, machine, options), json_path, print_report)
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if json_path:
+            write_rows(json_path, rows)
+
+    finish(run(cells, machine, options, keep), json_path, print_report)
 
 
 if __name__ == "__main__":

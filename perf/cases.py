@@ -16,6 +16,7 @@ class DecodeCase:
     """Paged decode attention; every sequence has `kv_len` keys and `q_len` query tokens.
 
     window: keys that a query sees, its own included; 0 for all of them.
+    one_scale: K and V have one scale for all sequences and heads, as some peers need.
     """
 
     batch: int
@@ -29,6 +30,7 @@ class DecodeCase:
     q_dtype: str = "bfloat16"
     kv_cache_dtype: str = "fp8_e4m3"
     seed: int = 0
+    one_scale: bool = False
 
     @property
     def name(self) -> str:
@@ -39,6 +41,8 @@ class DecodeCase:
             text += f" q{self.q_len}"
         if self.window:
             text += f" w{self.window}"
+        if self.one_scale:
+            text += " one scale"
         return text
 
     @property
@@ -74,7 +78,7 @@ class DecodeCase:
             "window": self.window,
             "softcap": 0.0,
             "sinks": False,
-            "scales": "per sequence and KV head",
+            "scales": "one" if self.one_scale else "per sequence and KV head",
             "seed": self.seed,
         }
 

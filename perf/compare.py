@@ -6,6 +6,7 @@
         `--provider` in two runs
     python -m perf.compare old.json new.json --allow driver --allow versions --within 5
         the same for runs made on another day or machine, and whether they agree within 5 %
+    python -m perf.compare results.json --json ratios.json --png ratios.png
 
 Two rows are put side by side only if their workloads agree in every field: shapes, dtypes,
 lengths, seeds, page size, scales, masks, timing method, library versions, driver, card. A refusal
@@ -15,15 +16,18 @@ machines apart may be allowed to differ; it is then printed with the result. Not
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from perf.report import plot_speedups
 from perf.rows import OK, check_row, read_rows
 
 Row = Mapping[str, Any]
@@ -110,9 +114,36 @@ def compare(old: Row, new: Row, allow: Collection[str] = ()) -> Comparison:
 
 
 def described(row: Row) -> str:
-    """Where, from what and when a row was measured."""
+    """Where, from what and when a row was measured, and what that device reached."""
     clocks = f", {row['clocks']}" if "clocks" in row else ""
-    return f"{row['gpu']}, driver {row['driver']}{clocks}, commit {row['commit']}, {row['date']}"
+    reached = "".join(f", {name} {value:g}" for name, value in row.get("ceilings", {}).items())
+    return (
+        f"{row['gpu']}, driver {row['driver']}{clocks}, commit {row['commit']}, {row['date']}"
+        f"{reached}"
+    )
+
+
+def kernels_by_provider(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """What a provider's calls spent most of their time in, each once."""
+    found: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for name in (row.get("kernels") or ())[:1]:
+            found.setdefault(row["provider"], {})[name] = None
+    return {provider: list(names) for provider, names in found.items()}
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as JSON: both rows' provenance and times, and how many times faster."""
+    names = ("provider", "median_us", "min_us", "max_us", "gpu", "driver", "versions")
+    names += ("clocks", "kernels", "commit", "date")
+    old, new = ({name: row.get(name) for name in names} for row in (comparison.old, comparison.new))
+    return {
+        "case": comparison.new["case"],
+        "old": old,
+        "new": new,
+        "speedup": comparison.speedup,
+        "machines_differ": comparison.machines,
+    }
 
 
 def pairs(files: Sequence[Sequence[Row]], provider: str) -> Iterator[tuple[Row, Row]]:
@@ -143,11 +174,18 @@ def _read(path: str) -> list[dict[str, Any]]:
 @click.option(
     "--allow", multiple=True, type=click.Choice(MACHINE), help="what of two machines may differ"
 )
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write the comparisons")
+@click.option("--png", "png_path", type=click.Path(dir_okay=False), help="write a plot of them")
 @click.option(
     "--within", type=click.FloatRange(min=0), metavar="PERCENT", help="fail where times differ more"
 )
 def main(
-    results: tuple[str, ...], provider: str, allow: tuple[str, ...], within: float | None
+    results: tuple[str, ...],
+    provider: str,
+    allow: tuple[str, ...],
+    json_path: str | None,
+    png_path: str | None,
+    within: float | None,
 ) -> None:
     if len(results) > 2:
         raise click.UsageError("one or two result files")
@@ -159,6 +197,7 @@ def main(
     skipped: Counter[str] = Counter()
     differences: Differences = {}
     apart: list[str] = []
+    found: list[Comparison] = []
     for old, new in pairs(files, provider):
         try:
             result = compare(old, new, allow)
@@ -168,6 +207,7 @@ def main(
         except WithoutTime as error:
             skipped[str(error)] += 1
             continue
+        found.append(result)
         differences |= result.machines
         if within is not None and abs(result.speedup - 1) > within / 100:
             apart.append(f"{old['case']}: {result.speedup:.3f} times as fast")
@@ -179,7 +219,14 @@ def main(
     for path, rows in zip(results, files, strict=True):
         for machine in dict.fromkeys(map(described, rows)):
             click.echo(f"{path}: {machine}")
+        for name, kernels in kernels_by_provider(rows).items():
+            click.echo(f"{path}: {name} ran {', '.join(kernels)}")
     Console(width=120).print(table)
+    if json_path:
+        text = json.dumps([as_json(each) for each in found], indent=1)
+        Path(json_path).write_text(text + "\n", encoding="utf-8")
+    if png_path and found:
+        plot_speedups([(c.old["case"], c.old["provider"], c.speedup) for c in found], png_path)
     if differences:
         click.echo(f"the machines differ in {in_words(differences)}")
     for case in unpaired(files, provider) if len(files) == 2 else ():

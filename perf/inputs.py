@@ -135,10 +135,13 @@ def _make_set(
     device = generator.device
     shape = (case.batch * case.q_len, case.num_q_heads, case.head_size)
     q = torch.randn(shape, generator=generator, device=device).to(getattr(torch, case.q_dtype))
+    shape_of_scales = (case.batch, case.num_kv_heads)
 
     def descale() -> torch.Tensor:
         """Values within 2x of each other, so that a scale of the wrong sequence or head shows."""
-        random = torch.rand(case.batch, case.num_kv_heads, generator=generator, device=device)
+        if case.one_scale:
+            return torch.full((1, 1), 1 / CODE_RMS, device=device).expand(shape_of_scales)
+        random = torch.rand(shape_of_scales, generator=generator, device=device)
         return (0.7 + 0.7 * random) / CODE_RMS
 
     return InputSet(

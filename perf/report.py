@@ -130,3 +130,26 @@ def plot_bandwidth(
     figure.legend(loc="outside lower center", ncols=len(providers) + 1, fontsize=8)
     figure.savefig(path, dpi=150, metadata=metadata)
     pyplot.close(figure)
+
+
+def plot_speedups(ratios: Sequence[tuple[str, str, float]], path: str | Path) -> None:
+    """Bars of how many times faster, by case and what it is compared with: (case, name, ratio).
+
+    Raises:
+        ImportError: matplotlib is missing (the extra `bench` has it).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    labels = [f"{case}, {name}" for case, name, _ in ratios]
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.3 * len(labels)), layout="constrained")
+    bars = axes.barh(range(len(labels)), [ratio for *_, ratio in ratios])
+    axes.bar_label(bars, [f"{ratio:.2f}" for *_, ratio in ratios], fontsize=7)
+    axes.axvline(1, color="black", linestyle="--")
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("times faster")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -60,7 +60,7 @@ ROW_FIELDS = (
     "fingerprint",
 )
 # Rows of before it was recorded lack it.
-OPTIONAL_FIELDS = ("clocks",)
+OPTIONAL_FIELDS = ("clocks", "kernels", "ceilings")
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python", "vllm")
 
 
@@ -79,13 +79,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one provider did on one case. status: OK, or why there is no time."""
+    """What one provider did on one case. status: OK, or why there is no time. kernels: what really
+    ran on the device, the longest first; None where nobody looked."""
 
     status: str
     rel_error: float | None = None
     rotating: Timing | None = None
     single: Timing | None = None
     host_us: float | None = None
+    kernels: list[str] | None = None
 
 
 def _output_of(*command: str) -> str | None:
@@ -170,10 +172,12 @@ def make_row(
     machine: Machine,
     ceiling: float,
     moved_bytes: int | None = None,
+    ceilings: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """A result row; unmeasured figures are None. `ceiling` is the read ceiling in TB/s.
 
     `moved_bytes` are those that rates count; None for the K and V that an attention call reads.
+    `ceilings` are all that this process measured, see `perf.traffic.device_ceilings`.
     """
     timing, single = measurement.rotating, measurement.single
     moved = traffic(case).kv if moved_bytes is None else moved_bytes
@@ -192,7 +196,9 @@ def make_row(
         "single_call_us": _rounded(single and single.median_us, 5),
         "host_us": _rounded(measurement.host_us, 4),
         "read_ceiling_tb_per_s": _rounded(ceiling, 4),
-        **{name: getattr(machine, name) for name in (*MACHINE_FIELDS, *OPTIONAL_FIELDS)},
+        **{name: getattr(machine, name) for name in (*MACHINE_FIELDS, "clocks")},
+        "kernels": measurement.kernels,
+        "ceilings": {name: _rounded(value, 4) for name, value in (ceilings or {}).items()},
         "workload": dict(workload),
         "fingerprint": fingerprint(workload),
     }

@@ -369,14 +369,15 @@ def serving_lines(rows: Sequence[Row]) -> list[list[str]]:
     for (model, tp_size, dtype, kind), parts in groups.items():
         attention, work = parts["attention"], parts["attention"]["workload"]
         steps = f"{work['steps_in_trace']:,} {kind}"
-        cells = [""] * 5
-        if attention["status"] == OK:
-            times = [parts[part]["median_us"] for part in ("attention", "store")]
-            seconds = sum(times) * work["steps_in_trace"] / 1e6
-            cells = [number(time) for time in (*times, sum(times), seconds)]
-            cells.append(f"{attention['pct_of_ceiling']:.0f} %")
+        both = [parts[part] for part in ("attention", "store")]
+        cells = [number(row["median_us"]) for row in both] + [""] * 3
+        if all(row["status"] == OK for row in both):
+            time = sum(row["median_us"] for row in both)
+            share = f"{attention['pct_of_ceiling']:.0f} %"
+            cells[2:] = [number(time), number(time * work["steps_in_trace"] / 1e6), share]
         fit = f"{work['kv_capacity_tokens']:,} in {work['kv_gib']:g} GiB"
-        status = "" if attention["status"] == OK else attention["status"]
+        statuses = dict.fromkeys(row["status"] for row in both if row["status"] != OK)
+        status = "; ".join(statuses)
         lines.append([model, str(tp_size), f"`{dtype}`", steps, *cells, fit, status])
     return lines
 

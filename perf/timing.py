@@ -20,6 +20,7 @@ Call = Callable[[], object]
 # A graph holds at least this many calls, so that its launch weighs little.
 MIN_CALLS_PER_GRAPH = 4
 MAX_SINGLE_GRAPHS = 8
+MAX_NAME = 160  # of a kernel; templates have names of kilobytes
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,19 @@ def time_host(contenders: Sequence[Contender], rounds: int = 50, calls: int = 20
                 samples[i].append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
     return [statistics.median(values) for values in samples]
+
+
+def kernels_of(call: Call) -> list[str] | None:
+    """Names of the kernels that a call launches, the longest running first; None where the
+    profiler sees none. What a dispatcher chose is known from here, not from what was asked for."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    names = [event.key[:MAX_NAME] for event in found if event.self_device_time_total > 0]
+    return names or None
 
 
 def median_us(call: Call, rounds: int = 10) -> float:

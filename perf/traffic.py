@@ -100,6 +100,38 @@ class ReductionProbe:
         torch.sum(self._values)
 
 
+def ceiling_buffer() -> torch.Tensor:
+    """2 GiB of the current GPU's memory, which no cache holds."""
+    return torch.zeros(1 << 31, dtype=torch.uint8, device="cuda")
+
+
+def device_ceilings(
+    buffer: torch.Tensor, median_us: Callable[[Callable[[], object]], float], size: int = 8192
+) -> dict[str, float]:
+    """What this device reaches in this process: the bounds that times are read against.
+
+    Args:
+        buffer: uint8, much larger than the L2 cache; the copy takes as much memory again.
+        median_us: times one callable on the device.
+        size: of the square bf16 matrices.
+
+    Returns:
+        read_tb_per_s of a reduction, copy_tb_per_s (bytes read and written), matmul_tflops of
+        torch's bf16 product.
+    """
+    probe = ReductionProbe(buffer)
+    copied = torch.empty_like(buffer)
+    copy_us = median_us(lambda: copied.copy_(buffer))
+    a, b = (torch.randn(size, size, device=buffer.device).bfloat16() for _ in "ab")
+    product = torch.empty_like(a)
+    matmul_us = median_us(lambda: torch.mm(a, b, out=product))
+    return {
+        "read_tb_per_s": read_ceilings([probe], median_us)[probe.name],
+        "copy_tb_per_s": 2 * buffer.numel() / copy_us / 1e6,
+        "matmul_tflops": 2 * size**3 / matmul_us / 1e6,
+    }
+
+
 def read_ceilings(
     probes: Sequence[ReadProbe], median_us: Callable[[Callable[[], None]], float]
 ) -> dict[str, float]:

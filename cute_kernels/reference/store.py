@@ -138,6 +138,11 @@ def check_store(
         _head_scale(scale, f"{side}_scale", x, torch.device("cpu"))
     if v_scale_layout == "sm100":
         _check_swizzle("v_scale_layout", key_cache.shape[1], key.shape[2] // NVFP4_GROUP)
+    if _same_memory(key_cache, value_cache):
+        raise ValueError(
+            "key_cache and value_cache: got the same memory; accepted: two sides of a cache, which "
+            "may be interleaved"
+        )
     return storage
 
 
@@ -333,6 +338,14 @@ def _check_slots(name: str, slots: torch.Tensor) -> None:
     if slots.dtype is not torch.int64 or slots.dim() != 1:
         got = f"{tuple(slots.shape)} {slots.dtype}"
         raise ValueError(f"{name}: got {got}; accepted: (n,) int64")
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two caches of one shape begin at one address. Those of a trace have none; the traced
+    op checks again."""
+    if torch.compiler.is_compiling() or type(a) is not torch.Tensor or type(b) is not torch.Tensor:
+        return a is b
+    return a.numel() > 0 and not a.is_meta and a.data_ptr() == b.data_ptr()
 
 
 def _check_cache(cache: torch.Tensor, name: str, storage: str) -> None:

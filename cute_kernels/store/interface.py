@@ -37,7 +37,8 @@ def reshape_and_cache(
         key_cache, value_cache: (num_blocks, block_size, Hkv, F), written in place. fp8: F = D,
             float8_e4m3fn or uint8, any strides with a contiguous last dim. nvfp4: F = 9 D / 16,
             uint8, each block dense NHD or HND, its data before its block scales
-            (`split_nvfp4`); the stride between blocks and the storage offset are free.
+            (`split_nvfp4`); the stride between blocks and the storage offset are free. The two
+            may share an allocation, not their elements: one tensor for both is refused.
         slot_mapping: (n,) int64, n <= num_tokens; slot s is token s % block_size of block
             s // block_size. Negative slots are skipped; slots beyond the capacity are never
             written. Of tokens with the same slot one is stored, whole: the last one on the CPU

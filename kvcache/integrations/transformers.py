@@ -31,18 +31,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import cute_kernels
-from kvcache.paged import (
-    PAGE_FORMATS,
-    LayerScales,
-    Pages,
-    PageTable,
-    Step,
-    hadamard,
-)
-from kvcache.scales import suggest_scales
+from kvcache.checks import check_type
+from kvcache.paged import PAGE_FORMATS, Pages, PageTable, Step, hadamard
+from kvcache.scales import KVScales, suggest_scales
 
 __all__ = [
-    "LayerScales",
     "PagedKVCache",
     "PagedKVLayer",
     "cache_keyword",
@@ -66,6 +59,14 @@ class _CachedKV(NamedTuple):
     sliding_window: int | None
     rotation: torch.Tensor | None  # float32 (D, D), for the queries: the keys have had it
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # copy and pickle look for hooks that need not be there
+            raise AttributeError(name)
+        raise TypeError(  # attention that takes it for a tensor
+            "a PagedKVCache needs register() and a model with attn_implementation='cute_kv' "
+            f"(set_attn_implementation); the model's own asked its keys for .{name}"
+        )
+
 
 class PagedKVLayer(CacheLayerMixin):
     """K and V of one attention layer, in pages.
@@ -73,7 +74,7 @@ class PagedKVLayer(CacheLayerMixin):
     Args:
         table: the block table, shared with the other layers that see the same tokens.
         kv_cache_dtype: see `PagedKVCache`.
-        scales: of a quantized dtype.
+        scales: of a quantized dtype, and made for it.
         sliding_window: how many keys a query sees, itself included; None for all before it.
         rotate_keys: see `PagedKVCache`.
     """
@@ -84,11 +85,13 @@ class PagedKVLayer(CacheLayerMixin):
         self,
         table: PageTable,
         kv_cache_dtype: str,
-        scales: LayerScales | None = None,
+        scales: KVScales | None = None,
         sliding_window: int | None = None,
         rotate_keys: bool = False,
     ) -> None:
         super().__init__()
+        if scales is not None:
+            check_type("scales", scales, KVScales, "KVScales").check_dtype(kv_cache_dtype)
         self.table = table
         self.kv_cache_dtype = kv_cache_dtype
         self.scales = scales
@@ -192,7 +195,7 @@ class PagedKVCache(Cache):
         config: the model's.
         kv_cache_dtype: "fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse", "bf16", or
             "auto" (the model's dtype; bf16 for a float32 model).
-        scales: one `LayerScales` per layer, for quantized dtypes; `calibrate_scales` measures them.
+        scales: one `KVScales` per layer, for quantized dtypes; `calibrate_scales` measures them.
         page_size: tokens in a page.
         rotate_keys: multiply keys, and in attention queries, by a Hadamard matrix. The scores are
             the same; what changes is where rounding to fp8 hurts. Worth it for models with few
@@ -201,7 +204,7 @@ class PagedKVCache(Cache):
             +0.8 % without, +1.5 % with (perf/results/2026-11-30_perplexity_kv_cpu.json).
 
     Raises:
-        ValueError: unknown dtype; scales missing, superfluous or not one per layer.
+        ValueError: unknown dtype; scales missing, superfluous, for another dtype, not one a layer.
         NotImplementedError: layers that are neither full nor sliding-window attention.
     """
 
@@ -209,7 +212,7 @@ class PagedKVCache(Cache):
         self,
         config: transformers.PreTrainedConfig,
         kv_cache_dtype: str = "auto",
-        scales: Sequence[LayerScales] | None = None,
+        scales: Sequence[KVScales] | None = None,
         page_size: int = 64,
         rotate_keys: bool = False,
     ) -> None:
@@ -373,7 +376,7 @@ def calibrate_scales(
     kv_cache_dtype: str = "fp8",
     *,
     per_head: bool = False,
-) -> list[LayerScales]:
+) -> list[KVScales]:
     """Scales that use a format's whole range for the largest |K| and |V| on `input_ids` (B, L).
 
     For fp8 the largest becomes 448, for the nvfp4 dtypes 6 * 448: see `kvcache.suggest_scales`.
@@ -385,7 +388,7 @@ def calibrate_scales(
         per_head: one scale per KV head, not one per layer.
 
     Returns:
-        One `LayerScales` per layer. Where K or V is all zero the scale is 1.
+        One `KVScales` per layer. Where K or V is all zero the scale is 1.
     """
     cache = PagedKVCache(model.config, "auto", rotate_keys=rotate_keys)
     forward(model, input_ids, cache, logits_to_keep=1)
@@ -393,6 +396,5 @@ def calibrate_scales(
     for layer in cache.layers:
         # (B, L, Hkv, D)
         k, v = (x.abs().amax((0, 1, 3)) if per_head else x.abs().max() for x in layer.read())
-        scales = suggest_scales(k, v, kv_cache_dtype)
-        found.append(LayerScales(*(s if per_head else s[0] for s in (scales.k, scales.v))))
+        found.append(suggest_scales(k, v, kv_cache_dtype))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -12,7 +13,6 @@ from tests.requires import requires_module
 transformers = requires_module("transformers")
 
 from kvcache.integrations.transformers import (  # noqa: E402 - needs transformers
-    LayerScales,
     PagedKVCache,
     PagedKVLayer,
     cache_keyword,
@@ -21,6 +21,7 @@ from kvcache.integrations.transformers import (  # noqa: E402 - needs transforme
     register,
 )
 from kvcache.paged import FP8_MAX, PageTable  # noqa: E402
+from kvcache.scales import KVScales  # noqa: E402
 from tests.demo import models  # noqa: E402
 
 BATCH, LENGTH = 2, 150
@@ -88,7 +89,7 @@ def test_rotated_keys_change_rounding_only(kv_cache_dtype):
 def test_prefill_reads_what_the_cache_holds():
     model, ids = models.llama(), models.tokens(BATCH, LENGTH)
     want = eager_logits(model, ids)
-    ruined = [LayerScales(1e4, 1e4)] * 2  # every code is zero
+    ruined = [KVScales(1e4, 1e4, "fp8")] * 2  # every code is zero
     cache = PagedKVCache(model.config, "fp8", ruined)
     assert error(cached_logits(model, ids, cache), want) > 0.3
 
@@ -114,8 +115,8 @@ def test_calibration_maps_the_largest_element_to_448():
     cache = PagedKVCache(model.config, "auto")
     cached_logits(model, ids, cache)
     for layer, scale in zip(cache.layers, scales, strict=True):
-        for x, factor in zip(layer.read(), scale, strict=True):
-            assert x.abs().max().item() == pytest.approx(FP8_MAX * factor, rel=1e-6)
+        for x, factor in zip(layer.read(), (scale.k, scale.v), strict=True):
+            assert x.abs().max().item() == pytest.approx(FP8_MAX * factor[0], rel=1e-6)
     assert scales[0] != scales[1]
 
 
@@ -214,6 +215,32 @@ def test_a_cache_for_another_window_is_refused():
         forward(model, models.tokens(1, 20), PagedKVCache(models.gemma(32).config))
 
 
+def test_scales_serve_every_dtype_of_their_storage_format():
+    model, ids = models.llama(), models.tokens(BATCH, LENGTH)
+    model.set_attn_implementation("cute_kv")
+    scales = calibrate_scales(model, ids, kv_cache_dtype="nvfp4")
+    cached_logits(model, ids, PagedKVCache(model.config, "nvfp4_mse", scales))
+    with pytest.raises(ValueError, match="for kv_cache_dtype 'nvfp4', asked for .* 'fp8'"):
+        PagedKVCache(model.config, "fp8", scales)
+
+
+@pytest.mark.parametrize("implementation", ("eager", "sdpa"))
+def test_another_attention_than_ours_is_told_what_it_needs(implementation):
+    model, ids = models.llama(), models.tokens(1, 8)
+    model.set_attn_implementation(implementation)
+    with pytest.raises(TypeError, match=r"register\(\) .* attn_implementation='cute_kv'"):
+        forward(model, ids, PagedKVCache(model.config, "bf16"))
+
+
+def test_what_a_cache_hands_to_attention_can_still_be_copied():
+    model, ids = models.llama(), models.tokens(1, 8)
+    model.set_attn_implementation("cute_kv")
+    cache = PagedKVCache(model.config, "bf16")
+    cached_logits(model, ids, cache, (8,))
+    keys, _ = cache.layers[0].update(*torch.zeros(2, 1, 2, 1, 64))
+    assert copy.copy(keys) == keys and not hasattr(keys, "__array__")
+
+
 def test_beam_search_is_refused():
     layer = PagedKVLayer(PageTable(64), "bf16")
     with pytest.raises(NotImplementedError, match="beam search"):
@@ -225,10 +252,15 @@ def test_beam_search_is_refused():
     (
         (("fp9",), "got 'fp9'; accepted: auto, bf16, fp8"),
         (("fp8",), "got none for kv_cache_dtype 'fp8'"),
-        (("bf16", [LayerScales(1.0, 1.0)] * 2), "got some for kv_cache_dtype 'bf16'"),
-        (("fp8", [LayerScales(1.0, 1.0)]), "got 1; the model has 2 layers"),
+        (("bf16", [KVScales(1.0, 1.0)] * 2), "got some for kv_cache_dtype 'bf16'"),
+        (("fp8", [KVScales(1.0, 1.0, "fp8")]), "got 1; the model has 2 layers"),
+        (
+            ("fp8", [KVScales(1.0, 1.0, "nvfp4")] * 2),
+            "these are for kv_cache_dtype 'nvfp4', asked for were those of 'fp8'",
+        ),
+        (("nvfp4", [KVScales(1.0, 1.0)] * 2), r"accepted: KVScales\(k, v, 'nvfp4'\)"),
     ),
-    ids=("dtype", "no scales", "needless scales", "too few scales"),
+    ids=("dtype", "no scales", "needless scales", "too few scales", "other scales", "no dtype"),
 )
 def test_a_cache_that_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvcache.calibration import apply_kv_scales, load_kv_scales, save_kv_scales
-from kvcache.paged import LayerScales
 from kvcache.scales import KVScales
 from tests.kvcache.helpers import Layer, snapshot
 from tests.requires import requires_module
@@ -40,12 +39,14 @@ def test_scales_come_back_bit_for_bit(path, kv_cache_dtype):
     save_kv_scales(path, SCALES * 6, kv_cache_dtype)
     loaded = load_kv_scales(path, kv_cache_dtype)
     assert list(loaded) == [f"model.layers.{index}.self_attn" for index in range(12)]
-    assert list(loaded.values()) == SCALES * 6
+    assert [(each.k, each.v) for each in loaded.values()] == [(s.k, s.v) for s in SCALES * 6]
+    assert {each.kv_cache_dtype for each in loaded.values()} == {kv_cache_dtype}
+    assert load_kv_scales(path) == loaded
 
 
 def test_pairs_are_scales_too(path):
-    save_kv_scales(path, [LayerScales(0.5, (0.25, 0.125))], "fp8", layer_name="h.{}.attn")
-    assert load_kv_scales(path, "fp8") == {"h.0.attn": KVScales(0.5, (0.25, 0.125))}
+    save_kv_scales(path, [(0.5, (0.25, 0.125))], "fp8", layer_name="h.{}.attn")
+    assert load_kv_scales(path, "fp8") == {"h.0.attn": KVScales(0.5, (0.25, 0.125), "fp8")}
 
 
 def test_scales_of_another_storage_format_are_refused(path):
@@ -56,6 +57,21 @@ def test_scales_of_another_storage_format_are_refused(path):
         ValueError, match="for kv_cache_dtype 'fp8', asked for were those of 'nvfp4"
     ):
         load_kv_scales(path, "nvfp4_4over6")
+    with pytest.raises(ValueError, match="kv_cache_dtype: got 'bf16'"):
+        load_kv_scales(path, "bf16")
+
+
+def test_scales_know_what_they_are_saved_for(path):
+    save_kv_scales(path, [KVScales(0.5, 0.25, "nvfp4")])
+    assert load_kv_scales(path)["model.layers.0.self_attn"].kv_cache_dtype == "nvfp4"
+
+
+def test_a_file_that_names_no_dtype_is_believed_to_be_what_the_caller_says(path):
+    """What an engine wrote."""
+    safetensors_torch.save_file({"a.k_scale": torch.ones(1), "a.v_scale": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match=r"does not say .* accepted with an explicit"):
+        load_kv_scales(path)
+    assert load_kv_scales(path, "nvfp4") == {"a": KVScales(1.0, 1.0, "nvfp4")}
 
 
 @pytest.mark.parametrize(
@@ -84,8 +100,14 @@ def test_a_file_that_cannot_be_is_refused(path, tensors, message):
         ((SCALES, "fp9"), ValueError, "got 'fp9'; nearest: 'fp8'"),
         ((KVScales(1.0, 1.0), "fp8"), TypeError, "scales: got a kvcache.scales.KVScales"),
         (([1.0], "fp8"), TypeError, r"scales\[0\]: got a float"),
+        ((SCALES,), ValueError, "kv_cache_dtype: got None"),
+        (
+            ([KVScales(1.0, 1.0, "nvfp4"), KVScales(1.0, 1.0, "fp8")],),
+            ValueError,
+            r"scales\[1\]: these are for kv_cache_dtype 'fp8', asked for were those of 'nvfp4'",
+        ),
     ),
-    ids=("none", "bf16", "fp9", "one", "number"),
+    ids=("none", "bf16", "fp9", "one", "number", "no dtype", "two dtypes"),
 )
 def test_what_cannot_be_saved_is_refused(path, arguments, error, message):
     with pytest.raises(error, match=message):
@@ -123,3 +145,14 @@ def test_a_mismatch_is_caught_by_name_and_changes_nothing(scales, message):
     with pytest.raises(ValueError, match=message):
         apply_kv_scales(layers, scales)
     assert [snapshot(layer) for layer in layers.values()] == before
+
+
+def test_layers_take_scales_of_their_own_cache_dtype_only():
+    layer = Layer()
+    layer.kv_cache_dtype, before = "nvfp4", snapshot(layer)
+    for made_for, message in (("fp8", "a: .* 'fp8', .* 'nvfp4'"), (None, "a: do not say")):
+        with pytest.raises(ValueError, match=message):
+            apply_kv_scales({"a": layer}, {"a": KVScales(0.5, 0.5, made_for)})
+    assert snapshot(layer) == before
+    apply_kv_scales({"a": layer}, {"a": KVScales(0.5, 0.5, "nvfp4_4over6")})
+    assert layer._k_scale.item() == 0.5

@@ -150,9 +150,13 @@ def test_the_models_own_dtype_is_what_it_stores_without_the_option():
         (("--arch", "hopper"), "capability: got 'hopper'"),
     ),
 )
-def test_wrong_options(options, message):
-    done = explain("llama-3.1-8b", *options)
-    assert done.exit_code == 1 and message in done.output and "Traceback" not in done.output
+@pytest.mark.parametrize("command", ("explain", "warmup"))
+def test_wrong_options_are_called_by_their_names(command, options, message):
+    """Not by the name of the model's file, which has no fault."""
+    model = str(CONFIGS / "llama-3.1-8b.json")
+    done = CliRunner().invoke(main, [command, "--model", model, *options])
+    assert done.exit_code == 2 and message in done.output
+    assert f"Invalid value for '{options[0]}'" in done.output and model not in done.output
 
 
 @pytest.mark.parametrize(

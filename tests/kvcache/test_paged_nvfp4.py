@@ -7,13 +7,14 @@ import torch
 
 import cute_kernels
 from kvcache import bytes_per_token
-from kvcache.paged import PAGE_FORMATS, FP8Pages, LayerScales, NVFP4Pages, PageTable
+from kvcache.paged import PAGE_FORMATS, FP8Pages, NVFP4Pages, PageTable
+from kvcache.scales import KVScales
 
 CPU = torch.device("cpu")
 PAGE, HEADS, SIZE = 8, 3, 32
 NAMES = ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
-SCALES = LayerScales(0.002, 0.003)
-PER_HEAD = LayerScales((0.002, 0.004, 0.001), (0.003, 0.005, 0.002))
+SCALES = KVScales(0.002, 0.003)
+PER_HEAD = KVScales((0.002, 0.004, 0.001), (0.003, 0.005, 0.002))
 
 
 def fill(make, steps, scales=SCALES, window=None):
@@ -62,11 +63,10 @@ def test_attention_gets_the_same_tokens_in_16_bits():
 
 
 def test_fp8_scales_may_differ_per_head():
-    scales = LayerScales((0.01, 0.02, 0.04), 0.03)
+    scales = KVScales((0.01, 0.02, 0.04), 0.03)
     pages, _, step, key, value = fill(FP8Pages, (5, 30), scales)
     alone = [
-        fill(FP8Pages, (5, 30), LayerScales(k, 0.03))[0].read(step.block_table, 35)
-        for k in scales.k
+        fill(FP8Pages, (5, 30), KVScales(k, 0.03))[0].read(step.block_table, 35) for k in scales.k
     ]
     read_k, read_v = pages.read(step.block_table, 35)
     for head in range(HEADS):
@@ -78,7 +78,7 @@ def test_fp8_scales_may_differ_per_head():
 @pytest.mark.parametrize("make", (FP8Pages, NVFP4Pages))
 def test_another_number_of_heads_is_refused(make):
     with pytest.raises(ValueError, match="accepted: 1 number, or 3, one a head"):
-        make(torch.zeros(1, HEADS, 1, SIZE), PAGE, LayerScales((0.1, 0.2), 0.1))
+        make(torch.zeros(1, HEADS, 1, SIZE), PAGE, KVScales((0.1, 0.2), 0.1))
 
 
 def test_head_sizes_that_are_no_multiple_of_a_group_are_refused():

@@ -67,15 +67,34 @@ def test_the_ends_of_the_range():
     KVScales(1.0, 2.0**100 * (1 + 2.0**-40))
 
 
+# ---- what they are for -------------------------------------------------------------------------
+
+
+def test_scales_are_refused_where_another_format_is_stored():
+    scales = KVScales(1.0, 1.0, "fp8")
+    scales.check_dtype("fp8_e4m3")
+    with pytest.raises(ValueError, match="^here: .* for kv_cache_dtype 'fp8', .* 'nvfp4_mse'$"):
+        scales.check_dtype("nvfp4_mse", "here")
+    with pytest.raises(ValueError, match="'bf16'; accepted: one that has scales"):
+        scales.check_dtype("bf16")
+    with pytest.raises(ValueError, match=r"do not say .* accepted: KVScales\(k, v, 'fp8'\)"):
+        KVScales(1.0, 1.0).check_dtype("fp8")
+    with pytest.raises(ValueError, match="'bf16'; accepted: one that has scales"):
+        KVScales(1.0, 1.0, "bf16")
+    with pytest.raises(ValueError, match="^current: .* 'fp8', .* 'nvfp4'"):
+        suggest_scales(1.0, 1.0, "nvfp4", current=scales)
+
+
 # ---- suggestions -------------------------------------------------------------------------------
 
 
 def test_suggestions_use_the_whole_range():
-    assert suggest_scales(448.0, 44.8, "fp8") == KVScales(1.0, 0.1)
-    assert suggest_scales(2688.0, 26.88, "nvfp4") == KVScales(1.0, 0.01)
-    assert suggest_scales(2688.0, 2688.0, "nvfp4_4over6") == KVScales(1.0, 1.0)
+    assert suggest_scales(448.0, 44.8, "fp8") == KVScales(1.0, 0.1, "fp8")
+    assert suggest_scales(2688.0, 26.88, "nvfp4") == KVScales(1.0, 0.01, "nvfp4")
+    searched = suggest_scales(2688.0, 2688.0, "nvfp4_4over6")
+    assert searched == KVScales(1.0, 1.0, "nvfp4_4over6")
     heads = suggest_scales(torch.tensor([448.0, 896.0]), [224.0, 0.0], "fp8_e4m3")
-    assert heads == KVScales((1.0, 2.0), (0.5, 1.0))
+    assert heads == KVScales((1.0, 2.0), (0.5, 1.0), "fp8_e4m3")
 
 
 @pytest.mark.parametrize("absmax", (0.02, 1.0, 3.7, 1e5))

@@ -11,7 +11,8 @@ from cute_kernels import registry
 from kvcache import blocks, contracts, selection
 from kvcache.contracts import Writer
 from kvcache.dtypes import KV_CACHE_DTYPES, ScaleLayout, resolve_kv_cache_dtype
-from kvcache.paged import PAGE_FORMATS, LayerScales, NVFP4Pages
+from kvcache.paged import PAGE_FORMATS, NVFP4Pages
+from kvcache.scales import KVScales
 from tests.kvcache.helpers import (
     DECODE_SM90,
     PREFILL_16_BITS,
@@ -266,7 +267,7 @@ def test_writers_are_what_paged_writes():
             continue
         for dtype in (torch.bfloat16, torch.float16):
             key = torch.zeros(1, 2, 3, 16, dtype=dtype)
-            made = pages(key, 16, LayerScales(1.0, 1.0) if pages.needs_scales else None)
+            made = pages(key, 16, KVScales(1.0, 1.0) if pages.needs_scales else None)
             written.add(made.k.dtype)
             assert resolve_kv_cache_dtype(name, dtype).torch_dtype == made.k.dtype
     writer = contracts.WRITERS[0]

@@ -10,13 +10,13 @@ from tests.requires import requires, requires_module
 transformers = requires_module("transformers")
 
 from kvcache.integrations.transformers import (  # noqa: E402 - needs transformers
-    LayerScales,
     PagedKVCache,
     cache_keyword,
     calibrate_scales,
     forward,
     register,
 )
+from kvcache.scales import KVScales  # noqa: E402
 from tests.demo import models  # noqa: E402
 
 NAMES = ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
@@ -51,7 +51,7 @@ def test_logits_are_near_those_of_eager_attention(make, name, steps):
     model.set_attn_implementation("cute_kv")
     scales = calibrate_scales(model, ids, kv_cache_dtype=name)
     assert error(run(model, ids, PagedKVCache(model.config, name, scales), steps), want) < TOLERANCE
-    ruined = [LayerScales(1e4, 1e4)] * len(scales)  # every code is zero
+    ruined = [KVScales(1e4, 1e4, name)] * len(scales)  # every code is zero
     assert error(run(model, ids, PagedKVCache(model.config, name, ruined), steps), want) > 1.0
 
 
@@ -74,11 +74,12 @@ def test_calibration_uses_the_formats_whole_range():
     fp8 = calibrate_scales(model, ids)
     for name in NAMES:
         for a, b in zip(fp8, calibrate_scales(model, ids, kv_cache_dtype=name), strict=True):
-            assert b.k * 6 == pytest.approx(a.k, rel=1e-6)
-            assert b.v * 6 == pytest.approx(a.v, rel=1e-6)
+            assert b.k[0] * 6 == pytest.approx(a.k[0], rel=1e-6)
+            assert b.v[0] * 6 == pytest.approx(a.v[0], rel=1e-6)
+            assert (a.kv_cache_dtype, b.kv_cache_dtype) == ("fp8", name)
     per_head = calibrate_scales(model, ids, per_head=True)
     for layer, heads in zip(fp8, per_head, strict=True):
-        assert len(heads.k) == 2 and max(heads.k) == layer.k and min(heads.k) < layer.k
+        assert len(heads.k) == 2 and (max(heads.k),) == layer.k and min(heads.k) < layer.k[0]
 
 
 def test_scales_per_head_are_at_least_as_good():

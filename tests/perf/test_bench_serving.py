@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from perf import bench_serving, trace
-from perf.bench_serving import CHECK_STEP, CONFIGS, PAGE
+from cute_kernels import split_nvfp4
+from perf import bench_serving, serving_inputs, trace
+from perf.bench_serving import CHECK_STEP, CONFIGS, DTYPES
 from perf.inputs import random_codes
 from perf.rows import OK, Measurement, check_row, make_row, make_workload
 from perf.sections import SERVING_COLUMNS, serving_lines
+from perf.serving_inputs import PAGE
 from perf.timing import Timing
 from perf.trace import Layers, Step, TraceSpec, Work
 from tests.perf.helpers import MACHINE, METHOD
@@ -118,35 +120,47 @@ def test_a_window_keeps_the_pages_it_may_touch():
 @pytest.mark.parametrize("dtype", ("bf16", "fp8"))
 @pytest.mark.parametrize("window", (None, 100))
 def test_a_small_step_is_right_on_the_cpu(dtype, window):
-    result = bench_serving.check(small_layers(dtype, window), dtype, "cpu")
+    result = bench_serving.check(small_layers(dtype, window), dtype, "cpu", "attention")
     assert result.status == OK, result
     assert 0 < result.rel_error < bench_serving.MAX_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_store_of_a_small_step_is_right_on_the_cpu(dtype, monkeypatch):
+    layer = small_layers(dtype)
+    assert bench_serving.check(layer, dtype, "cpu", "store") == Measurement(OK, 0.0)
+    monkeypatch.setattr(bench_serving, "store_call", lambda *_: lambda: None)
+    assert bench_serving.check(layer, dtype, "cpu", "store").status.startswith("wrong: ")
 
 
 def test_the_slow_reference_on_a_gpu_is_a_failure_other_warnings_are_not(monkeypatch):
     reason = "flash_attn_varlen_func runs the slow torch reference: no kernel"
     for text, status in ((reason, f"failed: UserWarning: {reason}"), ("something else", OK)):
 
-        def call(*_, text=text, attend=bench_serving.flash_attn_varlen_func, **arguments):
+        def call(*_, text=text, attend=serving_inputs.flash_attn_varlen_func, **arguments):
             warnings.warn(text, stacklevel=2)
             return attend(**arguments)
 
         with monkeypatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patch.setattr(bench_serving, "flash_attn_varlen_func", call)
-            assert bench_serving.check(small_layers("fp8"), "fp8", "cpu").status == status
+            patch.setattr(serving_inputs, "flash_attn_varlen_func", call)
+            found = bench_serving.check(small_layers("fp8"), "fp8", "cpu", "attention")
+            assert found.status == status
 
 
-@pytest.mark.parametrize("dtype", ("bf16", "fp8"))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_store_writes_the_last_keys_of_each_sequence_and_nothing_else(dtype):
-    layer, pages = small_layers(dtype), bench_serving.pages_of(CHECK_STEP)
+    layer, pages = small_layers(dtype), serving_inputs.pages_of(CHECK_STEP)
     generator = torch.Generator().manual_seed(0)
-    pool = bench_serving.make_pool(layer, dtype, pages + 3, generator)
+    pool = serving_inputs.make_pool(layer, dtype, pages + 3, generator)
     order = torch.randperm(pages + 3, generator=generator)[:pages]
-    inputs = bench_serving.make_step(layer, CHECK_STEP, pool, order)
-    before = pool.k.view(torch.uint8).clone()
-    bench_serving.store_call(inputs)()
-    changed = (pool.k.view(torch.uint8) != before).flatten(2).any(2)
+    inputs = serving_inputs.make_step(layer, CHECK_STEP, pool, order)
+    before = pool.k.clone()
+    serving_inputs.store_call(inputs, dtype)()
+    codes = split_nvfp4 if dtype == "nvfp4" else lambda side: (side,)
+    changed = torch.zeros(before.shape[:2], dtype=torch.bool)
+    for now, was in zip(codes(pool.k), codes(before), strict=True):
+        changed |= (now.view(torch.uint8) != was.view(torch.uint8)).flatten(2).any(2)
     expected = torch.zeros_like(changed)
     for row, (query, keys) in zip(inputs.attention.block_table, CHECK_STEP, strict=True):
         for token in range(keys - query, keys):
@@ -157,8 +171,8 @@ def test_the_store_writes_the_last_keys_of_each_sequence_and_nothing_else(dtype)
 def test_moved_bytes():
     layer = small_layers("fp8", window=50)
     step = (Work(4, 100), Work(1, 10))
-    assert bench_serving.moved_bytes(layer, step, "attention") == (53 + 10) * 2 * 2 * 64
-    assert bench_serving.moved_bytes(layer, step, "store") == 5 * (2 + 1) * 2 * 2 * 64
+    assert serving_inputs.moved_bytes(layer, step, "attention") == (53 + 10) * 2 * 2 * 64
+    assert serving_inputs.moved_bytes(layer, step, "store") == 5 * (2 + 1) * 2 * 2 * 64
 
 
 def test_a_step_is_the_sum_over_layers_and_the_mean_over_steps():
@@ -173,12 +187,26 @@ def test_a_step_is_the_sum_over_layers_and_the_mean_over_steps():
     assert bench_serving.over_layers(layers, "store", steps[:1]).median_us == 120
 
 
-def test_a_dtype_that_no_kernel_reads_gets_a_reason_and_no_time():
-    layers = trace.layers_of(model("llama-3-70b"), "nvfp4", 1)
-    found = bench_serving.measure(layers, "nvfp4", [], rounds=1)
-    for part in bench_serving.PARTS:
-        assert found[part].rotating is None
-        assert found[part].status.startswith("full_attention: no kernel: ")
+def test_a_dtype_that_no_kernel_reads_gets_a_reason_and_its_store_a_time(monkeypatch):
+    layer = small_layers("bf16")
+    layer = layer._replace(config=replace(layer.config, head_size=512))
+    monkeypatch.setattr(
+        bench_serving, "check", lambda *of, check=bench_serving.check: check(*of[:2], "cpu", of[3])
+    )
+    verdicts = {part: bench_serving.verdict([layer], "bf16", part) for part in bench_serving.PARTS}
+    assert verdicts["attention"].status.startswith("full_attention: no kernel: ")
+    assert verdicts["store"] == Measurement(OK, 0.0)
+    asked = []
+
+    def time_layer(*arguments):
+        asked.append(arguments[4])
+        return {"store": Timing(1.0, 0.5, 2.0)}
+
+    monkeypatch.setattr(bench_serving, "time_layer", time_layer)
+    found = bench_serving.measure([layer], "bf16", [Step(CHECK_STEP, 0)], 1, verdicts)
+    assert asked == [["store"]]
+    assert found["attention"] == verdicts["attention"]
+    assert found["store"].rotating.median_us == 1.0 * layer.cached
 
 
 def test_one_kind_of_layer_that_is_wrong_leaves_the_step_without_a_time(monkeypatch):
@@ -186,13 +214,15 @@ def test_one_kind_of_layer_that_is_wrong_leaves_the_step_without_a_time(monkeypa
     steps = trace.sample(trace.simulate(SPEC), trace.PLAIN, 3)
     unit = dict.fromkeys(bench_serving.PARTS, Timing(1.0, 0.5, 2.0))
     monkeypatch.setattr(bench_serving, "time_layer", lambda *_: unit)
-    monkeypatch.setattr(bench_serving, "check", lambda *_: Measurement(OK, 1e-3))
-    found = bench_serving.measure(layers, "fp8", steps, rounds=1)
-    assert found["store"] == Measurement(OK, None, Timing(60.0, 30.0, 120.0))
-    verdicts = {"sliding_attention": Measurement(OK, 1e-3), "full_attention": Measurement("wrong")}
-    monkeypatch.setattr(bench_serving, "check", lambda layer, *_: verdicts[layer.name])
-    found = bench_serving.measure(layers, "fp8", steps, rounds=1)
-    assert found["attention"] == Measurement("full_attention: wrong")
+    right = dict.fromkeys(bench_serving.PARTS, Measurement(OK, 1e-3))
+    found = bench_serving.measure(layers, "fp8", steps, 1, right)
+    assert found["store"] == Measurement(OK, 1e-3, Timing(60.0, 30.0, 120.0))
+    results = {"sliding_attention": Measurement(OK, 1e-3), "full_attention": Measurement("wrong")}
+    monkeypatch.setattr(bench_serving, "check", lambda layer, *_: results[layer.name])
+    wrong = bench_serving.verdict(layers, "fp8", "attention")
+    assert wrong == Measurement("full_attention: wrong")
+    found = bench_serving.measure(layers, "fp8", steps, 1, right | {"attention": wrong})
+    assert found["attention"] == wrong and found["store"].rotating is not None
 
 
 def rows_of(status=OK):
@@ -235,8 +265,8 @@ def test_the_table_has_times_capacity_and_reasons():
 def test_pools_hold_what_their_dtype_says():
     generator = torch.Generator().manual_seed(0)
     layer: Layers = small_layers("fp8")
-    fp8 = bench_serving.make_pool(layer, "fp8", 2, generator)
+    fp8 = serving_inputs.make_pool(layer, "fp8", 2, generator)
     assert fp8.k.dtype is torch.float8_e4m3fn and fp8.k.shape == (2, PAGE, 2, 64)
     assert not fp8.k.float().isnan().any() and not torch.equal(fp8.k.float(), fp8.v.float())
-    assert bench_serving.make_pool(layer, "bf16", 2, generator).v.dtype is torch.bfloat16
+    assert serving_inputs.make_pool(layer, "bf16", 2, generator).v.dtype is torch.bfloat16
     assert len(random_codes(4096, generator).unique()) == 254

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from perf.compare import (
     unpaired,
 )
 from perf.rows import write_rows
-from tests.perf.helpers import MACHINE, METHOD, SMALL, make_test_row
+from tests.perf.helpers import MACHINE, METHOD, SMALL, make_test_row, requires_module
 
 BASELINE = "triton_baseline"
 
@@ -35,6 +36,7 @@ def test_speedup_of_equal_workloads():
         ("head_size", make_test_row(case=replace(SMALL, head_size=128))),
         ("q_dtype", make_test_row(case=replace(SMALL, q_dtype="float16"))),
         ("kv_cache_dtype", make_test_row(case=replace(SMALL, kv_cache_dtype="nvfp4"))),
+        ("scales", make_test_row(case=replace(SMALL, one_scale=True))),
         ("page_size", make_test_row(case=replace(SMALL, page_size=16))),
         ("window", make_test_row(case=replace(SMALL, window=64))),
         ("seed", make_test_row(case=replace(SMALL, seed=99))),
@@ -118,6 +120,38 @@ def test_rows_of_before_clocks_were_recorded_are_still_compared():
     old, new = make_test_row(), make_test_row(machine=replace(MACHINE, clocks="SM up to 1980 MHz"))
     del old["clocks"]
     assert compare(old, new).speedup == 1.0
+
+
+def test_what_ran_and_what_the_device_reached_come_with_the_times(tmp_path):
+    ours, theirs = make_test_row(), make_test_row(BASELINE, median=200.0)
+    ours["kernels"], theirs["kernels"] = ["ours_kernel", "copy"], ["their_kernel"]
+    ours["ceilings"] = {"matmul_tflops": 780.0}
+    out = tmp_path / "ratios.json"
+    done = run_cli(tmp_path, [ours, theirs], options=["--json", str(out)])
+    assert done.exit_code == 0
+    assert "cute_kernels ran ours_kernel\n" in done.output
+    assert f"{BASELINE} ran their_kernel\n" in done.output
+    assert "matmul_tflops 780" in done.output
+    (found,) = json.loads(out.read_text(encoding="utf-8"))
+    assert found["speedup"] == 2.0 and found["case"] == SMALL.name
+    assert found["old"]["kernels"] == ["their_kernel"] and found["new"]["gpu"] == MACHINE.gpu
+
+
+def test_a_mismatched_pair_is_in_no_output(tmp_path):
+    other = make_test_row(BASELINE, case=replace(SMALL, seed=99))
+    out = tmp_path / "ratios.json"
+    done = run_cli(tmp_path, [make_test_row(), other], options=["--json", str(out)])
+    assert done.exit_code == 1
+    assert f"refused: {SMALL.name}: the workloads differ in seed: 99 and 5" in done.output
+    assert json.loads(out.read_text(encoding="utf-8")) == []
+
+
+def test_the_plot_of_ratios(tmp_path):
+    requires_module("matplotlib")
+    path = tmp_path / "ratios.png"
+    rows = [make_test_row(), make_test_row(BASELINE, median=200.0)]
+    assert run_cli(tmp_path, rows, options=["--png", str(path)]).exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def run_cli(tmp_path, *files, options=()):

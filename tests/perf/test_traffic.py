@@ -9,6 +9,7 @@ from perf.cases import DecodeCase
 from perf.traffic import (
     ReductionProbe,
     Traffic,
+    device_ceilings,
     flops,
     read_ceilings,
     traffic,
@@ -64,6 +65,16 @@ def test_visible_keys_and_pairs(kv_len, q_len, window, keys, pairs):
 def test_flops_count_a_multiplication_and_an_addition_of_both_products():
     assert flops(DecodeCase(64, 8192, 32, 4, 512)) == 34_359_738_368
     assert flops(DecodeCase(32, 8192, 8, 1, 512, q_len=4)) == 4 * 32 * 32_762 * 8 * 512
+
+
+def test_ceilings_of_a_device_count_what_is_moved_and_multiplied():
+    found = device_ceilings(
+        torch.zeros(4_000_000, dtype=torch.uint8), lambda call: [call(), 2.0][1], size=100
+    )
+    # 4 MB read, as many read and written; 100^3 multiplications and additions: in 2 us each.
+    assert found == pytest.approx(
+        {"read_tb_per_s": 2.0, "copy_tb_per_s": 4.0, "matmul_tflops": 1.0}
+    )
 
 
 def test_ceiling_is_bytes_over_the_measured_time():

@@ -46,6 +46,14 @@ def ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.bfloat16)
 
 
+def test_two_sides_of_one_allocation_are_no_aliases():
+    for sides in (zeros(4, 2, 8, 2, 36).unbind(1), zeros(2, 4, 8, 2, 36)):
+        call(key_cache=sides[0], value_cache=sides[1])
+        assert sides[0].any() and sides[1].any()
+    empty = zeros(0, 8, 2, 36)
+    call(key_cache=empty, value_cache=empty)
+
+
 def test_the_valid_call_is_valid():
     call()
     call(v_scale_layout="sm100")
@@ -112,6 +120,7 @@ def test_the_valid_call_is_valid():
         (r"k_scale: got shape \(3, 2\)", {"k_scale": torch.ones(3, 2)}),
         (r"k_scale: got dtype torch.float64", {"k_scale": torch.ones(1).double()}),
         (r"k_scale: got None", {"k_scale": None}),
+        (r"key_cache and value_cache: got the same memory", both("cache", zeros(4, 8, 2, 36))),
     ),
 )
 def test_refusals(message, changes):

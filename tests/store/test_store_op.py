@@ -30,7 +30,7 @@ def store_call(
     row = head_size if storage == "fp8_e4m3" else head_size * 9 // 16
     cache = torch.zeros(4, 8, heads, row, dtype=torch.uint8)
     slots = torch.arange(3)
-    call = op.StoreCall(x, x, cache, cache, slots, dtype, 1.0, 1.0, "linear", storage)
+    call = op.StoreCall(x, x, cache, cache.clone(), slots, dtype, 1.0, 1.0, "linear", storage)
     return call._replace(**changes)
 
 

@@ -1,0 +1,210 @@
+"""What each KV cache dtype costs real models, with standard errors.
+
+    python -m perf.accuracy --json r.json                     torch reference, CPU
+    python -m perf.accuracy --device cuda --json r.json       kernels
+
+Decoders read a text (docstrings of the standard library) in windows; every position is predicted
+with all keys and values read back from the cache. Against a bf16 cache, on the same tokens:
+
+- perplexity and its relative change;
+- `kl`: mean Kullback-Leibler divergence of the next token's distribution, in nats;
+- `top1_agreement`: how often the likeliest token is the same;
+- `greedy_equal_tokens`: of each prompt's greedy continuation, the tokens before the first that
+  differs; ids are compared, and `new_tokens` means that none did;
+- `layer_errors`: relative error of the hidden states behind each layer.
+
+MiniLM, an embedding model, has the angle to the embedding with bf16 K and V instead (1 - cosine),
+and how often a text's nearest other text is the same.
+
+Errors are standard errors over blocks of consecutive tokens (`perf.paired`), over prompts, or over
+texts. The text comes from the running Python, whose docstrings change with its version: give both
+runs one `--text` to compare them. `ids_sha256` says whether they read the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from demo import evaluate, texts
+from demo.models import MODELS, find_gguf, load
+from kvcache.integrations.transformers import register
+from perf import accuracy_decoders, accuracy_embeddings
+from perf.accuracy_sections import COLUMNS, accuracy_lines
+from perf.perplexity import DTYPES
+from perf.rows import describe_machine
+
+NAMES = (*MODELS, accuracy_embeddings.NAME)
+EMBEDDED_TOKENS = 128  # of each text whose embedding is taken
+CHUNK = {"cpu": 128, "cuda": 512}
+WIDTH = 230
+
+
+class Size(NamedTuple):
+    """How much is read. windows of window_tokens each; prompts continued by new_tokens."""
+
+    windows: int
+    window_tokens: int
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    block: int
+
+
+def decoder_text(
+    ids: torch.Tensor, calibration: torch.Tensor, size: Size
+) -> accuracy_decoders.Text:
+    """Windows from the beginning of the text; prompts evenly spread over what the windows hold.
+
+    Raises:
+        ClickException: fewer tokens than are asked for.
+    """
+    needed = size.windows * size.window_tokens
+    if ids.shape[1] < needed or needed < size.prompts * size.prompt_tokens:
+        raise click.ClickException(
+            f"the text has {ids.shape[1]} tokens; asked for: {size.windows} windows of "
+            f"{size.window_tokens}, and {size.prompts} prompts of {size.prompt_tokens} in them"
+        )
+    read = ids[0, :needed]
+    starts = [needed // size.prompts * index for index in range(size.prompts)]
+    prompts = torch.stack([read[start : start + size.prompt_tokens] for start in starts])
+    windows = read.view(size.windows, size.window_tokens)
+    return accuracy_decoders.Text(windows, prompts, calibration, size.new_tokens, size.block)
+
+
+def measure_decoder(
+    name: str,
+    model_dir: Path | None,
+    text: str,
+    dtypes: Sequence[str],
+    size: Size,
+    rotate_keys: bool | None,
+    device: torch.device,
+) -> list[dict[str, Any]]:
+    """Rows of one of the demo's models."""
+    register("cute_kv")
+    tokenizer, model = load(find_gguf(name, model_dir), device, "cute_kv")
+    ids, calibration = (
+        texts.encode(tokenizer, each).to(device) for each in (text, texts.CALIBRATION_TEXT)
+    )
+    rotate = MODELS[name].rotate_keys if rotate_keys is None else rotate_keys
+    read = decoder_text(ids, calibration, size)
+    chunk = CHUNK[device.type]
+    rows = accuracy_decoders.measure(model, read, dtypes, rotate, chunk)
+    return [size._asdict() | about(read.windows, calibration) | row for row in rows]
+
+
+def measure_encoder(
+    model_dir: Path | None, text: str, dtypes: Sequence[str], size: Size, device: torch.device
+) -> list[dict[str, Any]]:
+    """Rows of MiniLM."""
+    encoder = accuracy_embeddings.Encoder(accuracy_embeddings.folder(model_dir), device)
+    count = size.windows * size.window_tokens // EMBEDDED_TOKENS
+    ids, calibration = (
+        encoder.tokenizer(each, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        for each in (text, texts.CALIBRATION_TEXT)
+    )
+    if ids.shape[1] < count * EMBEDDED_TOKENS:
+        raise click.ClickException(f"the text has {ids.shape[1]} tokens; asked for: {size}")
+    read = ids[0, : count * EMBEDDED_TOKENS].view(count, EMBEDDED_TOKENS).to(device)
+    rows = accuracy_embeddings.measure(encoder, read, calibration.to(device), dtypes)
+    return [about(read, calibration) | row for row in rows]
+
+
+def about(read: torch.Tensor, calibration: torch.Tensor) -> dict[str, Any]:
+    """What was read: how much, and the SHA-256 of its token ids."""
+    return {
+        "tokens": read.numel(),
+        "calibration_tokens": calibration.numel(),
+        "ids_sha256": hashlib.sha256(json.dumps(read.tolist()).encode()).hexdigest(),
+    }
+
+
+def machine_of(device: torch.device, commit: str | None) -> dict[str, Any]:
+    command = shlex.join(["python", "-m", "perf.accuracy", *sys.argv[1:]])
+    found = describe_machine(command, commit)
+    versions = {**found.versions, "transformers": transformers.__version__}
+    row = {"versions": versions, "commit": found.commit, "command": command, "date": found.date}
+    if device.type == "cuda":
+        return {"device": found.gpu, "driver": found.driver, "clocks": found.clocks} | row
+    return {"device": f"CPU, {torch.get_num_threads()} threads"} | row
+
+
+def attention_of(name: str, device: torch.device, notes: set[str]) -> str:
+    """What computed attention: kernels only where no call fell back to the reference."""
+    if name == accuracy_embeddings.NAME:
+        return "float32 over what the cache's pages give back"
+    if device.type == "cuda" and not notes:
+        return "kernels"
+    return "; ".join(["torch reference", *sorted(notes)])
+
+
+def print_report(rows: list[dict[str, Any]]) -> None:
+    table = Table(box=None, padding=(0, 1))
+    for title in COLUMNS:
+        table.add_column(title, no_wrap=True)
+    for line in accuracy_lines(rows):
+        table.add_row(*line)
+    Console(width=WIDTH).print(table)
+
+
+@click.command(context_settings={"show_default": True}, help=(__doc__ or "").split("\n")[0])
+@click.option("--model", "names", multiple=True, type=click.Choice(NAMES), default=NAMES)
+@click.option("--model-dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), default=DTYPES)
+@click.option("--device", "device_name", type=click.Choice(["cpu", "cuda"]), default="cpu")
+@click.option("--windows", type=click.IntRange(min=1), default=5)
+@click.option("--window-tokens", type=click.IntRange(min=2), default=2048)
+@click.option("--prompts", type=click.IntRange(min=1), default=16)
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=128)
+@click.option("--new-tokens", type=click.IntRange(min=1), default=128)
+@click.option("--block", type=click.IntRange(min=1), default=128, help="Tokens, for the errors.")
+@click.option("--rotate-keys/--no-rotate-keys", default=None, help="Default: as in the demo.")
+@click.option("--text", "text_path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--commit", help="What to record where there is no git repository.")
+def main(
+    names: tuple[str, ...],
+    model_dir: Path | None,
+    dtypes: tuple[str, ...],
+    device_name: str,
+    rotate_keys: bool | None,
+    text_path: Path | None,
+    output: Path | None,
+    commit: str | None,
+    **sizes: int,
+) -> None:
+    if device_name == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("--device cuda: torch sees no GPU")
+    device, size = torch.device(device_name), Size(**sizes)
+    text = f"{texts.docstring_text()}\n\n{texts.member_docstrings()}"
+    if text_path is not None:
+        text = text_path.read_text(encoding="utf-8")
+    machine, rows = machine_of(device, commit), []
+    for name in names:
+        notes: set[str] = set()
+        with evaluate.noting_fallbacks(notes):
+            if name == accuracy_embeddings.NAME:
+                found = measure_encoder(model_dir, text, dtypes, size, device)
+            else:
+                found = measure_decoder(name, model_dir, text, dtypes, size, rotate_keys, device)
+        attention = attention_of(name, device, notes)
+        rows += [{"model": name, "attention": attention} | machine | row for row in found]
+        if output is not None:
+            output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print_report(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Inputs of the serving benchmark: pools of one kind of layer, and the calls of a step in them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels import flash_attn_varlen_func, reshape_and_cache, split_nvfp4
+from perf import trace
+from perf.inputs import CODE_RMS, MAX_SETS, ROTATED_BYTES, InputSet, random_codes
+from perf.providers import varlen_arguments
+from perf.timing import Call
+from perf.trace import Layers, Work
+
+PAGE = 64
+# Block scales of random nvfp4 pages are E4M3 codes of 1 to 2; then values of uniformly drawn E2M1
+# codes have this root mean square, and descales bring them to about unit variance.
+_SCALE_CODES = (0x38, 0x40)
+_NVFP4_RMS = 5.0
+
+
+class Pool(NamedTuple):
+    """K and V pages of one layer kind: (pages, PAGE, Hkv, D) in the cache's dtype; nvfp4 has uint8
+    and 9 D / 16 bytes in the place of D."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class StepInputs(NamedTuple):
+    """attention: arguments of the call. key, value: (total_q, Hkv, D) bf16; slots: (total_q,)."""
+
+    attention: InputSet
+    key: torch.Tensor
+    value: torch.Tensor
+    slots: torch.Tensor
+
+
+def pages_of(step: tuple[Work, ...]) -> int:
+    return sum(-(-keys // PAGE) for _, keys in step)
+
+
+def moved_bytes(layer: Layers, step: tuple[Work, ...], part: str) -> int:
+    """K and V that attention reads, or new keys and values read and written by the store."""
+    per_token = layer.config.bytes_per_token
+    if part == "attention":
+        return trace.keys_read(step, layer.config.sliding_window) * per_token
+    elements = 2 * layer.config.num_kv_heads * layer.config.head_size
+    return sum(query for query, _ in step) * (2 * elements + per_token)
+
+
+def set_count(layer: Layers, step: tuple[Work, ...]) -> int:
+    return min(MAX_SETS, -(-ROTATED_BYTES // moved_bytes(layer, step, "attention")))
+
+
+def make_pool(layer: Layers, dtype: str, pages: int, generator: torch.Generator) -> Pool:
+    shape = (pages, PAGE, layer.config.num_kv_heads, layer.config.head_size)
+    count = pages * PAGE * shape[2] * shape[3]
+    if dtype == "nvfp4":
+        return Pool(*(_nvfp4_side(shape, generator) for _ in "kv"))
+    if dtype == "fp8":
+        sides = (random_codes(count, generator).view(torch.float8_e4m3fn) for _ in "kv")
+    else:
+        empty = partial(torch.empty, count, dtype=torch.bfloat16, device=generator.device)
+        sides = (empty().normal_(generator=generator) for _ in "kv")
+    return Pool(*(side.view(shape) for side in sides))
+
+
+def _nvfp4_side(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    draw = partial(torch.randint, dtype=torch.uint8, generator=generator, device=generator.device)
+    side = draw(0, 256, (*shape[:-1], shape[-1] * 9 // 16))
+    scales = split_nvfp4(side)[1].view(torch.uint8)
+    scales.copy_(draw(*_SCALE_CODES, scales.shape))
+    return side
+
+
+def make_step(layer: Layers, step: tuple[Work, ...], pool: Pool, pages: torch.Tensor) -> StepInputs:
+    """The calls of one layer in one step; `pages` (pages_of(step),) are the sequences' own."""
+    config, device = layer.config, pool.k.device
+    counts = [-(-keys // PAGE) for _, keys in step]
+    table = torch.full((len(step), max(counts)), -1, dtype=torch.int32)
+    slots, cpu_pages = [], pages.cpu().long()
+    for row, own, (query, keys) in zip(table, cpu_pages.split(counts), step, strict=True):
+        row[: len(own)] = own
+        at = torch.arange(keys - query, keys)
+        slots.append(own[at // PAGE] * PAGE + at % PAGE)
+    queries = torch.tensor([0, *(query for query, _ in step)], dtype=torch.int32)
+    total = int(queries.sum())
+    generator = torch.Generator(device).manual_seed(total)
+    normal = partial(torch.randn, generator=generator, device=device)
+    q = normal((total, config.num_q_heads, config.head_size)).bfloat16()
+    key, value = (normal((total, config.num_kv_heads, config.head_size)).bfloat16() for _ in "kv")
+    scale = None
+    if pool.k.dtype is not torch.bfloat16:
+        rms = CODE_RMS if pool.k.dtype is torch.float8_e4m3fn else _NVFP4_RMS
+        scale = torch.full((1,), 1 / rms, device=device)
+    attention = InputSet(
+        q=q,
+        k=pool.k,
+        v=pool.v,
+        block_table=table.to(device),
+        seqused_k=torch.tensor([keys for _, keys in step], dtype=torch.int32, device=device),
+        cu_seqlens_q=queries.cumsum(0, dtype=torch.int32).to(device),
+        k_descale=scale,
+        v_descale=scale,
+        out=torch.empty_like(q),
+        lse=torch.empty((config.num_q_heads, total), device=device),
+        max_seqlen_q=max(query for query, _ in step),
+        max_seqlen_k=max(keys for _, keys in step),
+        softmax_scale=config.head_size**-0.5,
+        window_left=-1 if config.sliding_window is None else config.sliding_window - 1,
+    )
+    return StepInputs(attention, key, value, torch.cat(slots).to(device))
+
+
+def attention_arguments(inputs: StepInputs) -> dict[str, Any]:
+    """Keyword arguments of `flash_attn_varlen_func`, `out` aside."""
+    arguments = varlen_arguments(inputs.attention)
+    if inputs.attention.k.dtype is torch.uint8:
+        for side in "kv":
+            arguments[side], arguments[f"{side}_block_scale"] = split_nvfp4(arguments[side])
+    return arguments
+
+
+def attention_call(inputs: StepInputs) -> Call:
+    return partial(flash_attn_varlen_func, **attention_arguments(inputs), out=inputs.attention.out)
+
+
+def store_arguments(inputs: StepInputs, dtype: str) -> tuple[Any, ...]:
+    """Arguments of `reshape_and_cache` into a quantized cache."""
+    of = inputs.attention
+    new = (inputs.key, inputs.value, of.k, of.v, inputs.slots)
+    return (*new, dtype, of.k_descale, of.v_descale)
+
+
+def store_call(inputs: StepInputs, dtype: str) -> Call:
+    """Our store of a quantized cache; torch's index_copy_ into one that holds what it is given."""
+    if dtype != "bf16":
+        return partial(reshape_and_cache, *store_arguments(inputs, dtype))
+
+    def copy() -> None:
+        for cache, new in ((inputs.attention.k, inputs.key), (inputs.attention.v, inputs.value)):
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, inputs.slots, new)
+
+    return copy
