@@ -128,13 +128,14 @@ class StoreLaunch:
 
     def go(self, key, value, key_cache, value_cache, slots, k_scale, v_scale) -> bool:
         """Launch on the device's current stream; False, and nothing, where ``key`` or ``value``
-        do not allow 16-byte loads."""
+        do not allow 16-byte loads or the caches are one."""
         at_key, at_value = key.data_ptr(), value.data_ptr()
-        if (at_key | at_value) & 15:
+        at_key_cache, at_value_cache = key_cache.data_ptr(), value_cache.data_ptr()
+        if (at_key | at_value) & 15 or at_key_cache == at_value_cache:
             return False
         sides = (
-            self.key.at(at_key, key_cache.data_ptr(), k_scale),
-            self.value.at(at_value, value_cache.data_ptr(), v_scale),
+            self.key.at(at_key, at_key_cache, k_scale),
+            self.value.at(at_value, at_value_cache, v_scale),
         )
         if self.device.index == current_device():
             self._go(slots, sides)

@@ -244,6 +244,7 @@ def test_the_second_call_launches_at_its_own_addresses(kernel, monkeypatch):
         {"k_scale": 1.0}, {"k_scale": torch.ones(1)}, {"v_scale": 2.0}, {"v_scale": 1},
         {"kv_cache_dtype": "nvfp4_mse"}, {"slot_mapping": torch.arange(2)}, {"key": shifted},
         {"key": again.key.half(), "value": again.value.half()}, {"v_scale_layout": "sm100"},
+        {"value_cache": again.key_cache},
     ):  # fmt: skip
         before = len(checks)
         reshape_and_cache(*again._replace(**changes)[:-1])
