@@ -8,7 +8,7 @@ eager call (H200 host, 2026-11-30); what is left has not been measured.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from cute_kernels.attention.common.operands import address_of
 _MAX_CALLS = 4096
 
 
-def _facts(x: torch.Tensor | None) -> tuple | None:
+def facts(x: torch.Tensor | None) -> tuple | None:
+    """What a plan may depend on of a tensor; its address and storage offset are not among it."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
 
 
@@ -44,19 +45,23 @@ def call_key(
     max_q, max_k = bounds
     if type(max_q) is not int or not (max_k is None or (type(max_k) is int and max_k >= 0)):
         return None
-    return (max_q, *map(_facts, tensors), *map(type, scalars), *scalars)
+    return (max_q, *map(facts, tensors), *map(type, scalars), *scalars)
 
 
 class PreparedCalls:
-    """Launches by call key; what is not hashable or no tensor has no key."""
+    """Launches by call key; what is not hashable or no tensor has no key.
 
-    def __init__(self) -> None:
+    key: makes the key of a call, or None for a call that has to be looked at.
+    """
+
+    def __init__(self, key: Callable[..., Hashable | None] = call_key) -> None:
+        self._key = key
         self._launches: dict[Hashable, Any] = {}
 
     def find(self, *call: Any) -> tuple[Hashable | None, Any]:
-        """(key, launch) of a call; see ``call_key``. No key: not to be kept either."""
+        """(key, launch) of a call. No key: not to be kept either."""
         try:
-            key = call_key(*call)
+            key = self._key(*call)
             return key, None if key is None else self._launches.get(key)
         except (AttributeError, TypeError):
             return None, None

@@ -103,11 +103,11 @@ def _launch(call: StoreCall, index: int) -> None:
 
 def _aligned(x: torch.Tensor, tokens: int) -> torch.Tensor:
     """``x``, or a copy of its first rows where they do not allow 16-byte loads."""
-    aligned = x.stride(2) == 1 and x.data_ptr() % 16 == 0 and _are_multiples(x, 8)
+    aligned = x.stride(2) == 1 and x.data_ptr() % 16 == 0 and are_multiples(x, 8)
     return x if aligned else x[:tokens].clone(memory_format=torch.contiguous_format)
 
 
-def _are_multiples(x: torch.Tensor, elements: int) -> bool:
+def are_multiples(x: torch.Tensor, elements: int) -> bool:
     """Whether all strides but the last are; that of a dim of size 1 says nothing."""
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     return not any(size > 1 and stride % elements for size, stride in pairs)
@@ -118,7 +118,7 @@ def _side(x: torch.Tensor, cache: torch.Tensor, scale: float | torch.Tensor, sto
     data = data_token = data_head = block_scale = scale_token = scale_head = 0
     if storage == "fp8_e4m3":
         data, data_token, data_head = cache.data_ptr(), *cache.stride()[1:3]
-        aligned = data % 16 == 0 and _are_multiples(cache, 16)
+        aligned = data % 16 == 0 and are_multiples(cache, 16)
     else:
         _, tokens, heads, row = cache.shape
         token, head = block_order(cache)
