@@ -7,10 +7,11 @@ import torch
 
 from cute_kernels.reference.store import gather_kv
 from perf import bench_store
-from perf.bench_store import BASELINE, DTYPES, OURS, StoreCase
+from perf.bench_store import DTYPES, OURS, StoreCase
 from perf.compare import pairs
 from perf.rows import OK, Measurement, check_row, make_row, make_workload
 from perf.timing import Timing
+from perf.writers import BASELINE
 from tests.perf.helpers import MACHINE, METHOD
 
 
