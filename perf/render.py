@@ -148,9 +148,9 @@ KINDS = (
         read=read_rows,
         table=_whole,
         about="`fused_indexer_q_rope_quant` (Q, 64 heads of 128) and `compress_norm_rope_insert` "
-        "(K, windows of 8 or 128 state rows) of T tokens; up to 256 tokens each completes a row of K, "
-        "beyond every 4th or 128th. A copy that moves as many bytes, in the same process, is the "
-        "ceiling.",
+        "(K, windows of 8 or 128 state rows) of T tokens. Of up to 256 tokens each completes a row "
+        "of K, of more every 4th or 128th. A copy that moves as many bytes, in the same process, "
+        "is the ceiling.",
         details="`error`: share of the written bytes that differ from the reference.",
         brief=indexer_summary,
         timed=True,
