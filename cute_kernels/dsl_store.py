@@ -45,12 +45,6 @@ def rcp_rn(x: Float32, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def rcp(x: Float32, *, loc=None, ip=None):
-    """1 / x within 2^-23."""
-    return _asm([Float32], [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f", False, loc, ip)
-
-
-@dsl_user_op
 def rsqrt(x: Float32, *, loc=None, ip=None):
     """1 / sqrt(x) within 2^-22, subnormal x included."""
     return _asm([Float32], [x], "rsqrt.approx.f32 $0, $1;", "=f,f", False, loc, ip)
@@ -61,12 +55,6 @@ def divide_by_magic(n: Int32, magic: Int32, shift: Int32, *, loc=None, ip=None):
     """(2 n * magic) >> (32 + shift) of unsigned integers."""
     ptx = "{ .reg .b32 t; add.u32 t, $1, $1; mul.hi.u32 t, t, $2; shr.u32 $0, t, $3; }"
     return _asm([Int32], [n, magic, shift], ptx, "=r,r,r,r", False, loc, ip)
-
-
-@dsl_user_op
-def add_16_times(base: Int64, n: Int32, *, loc=None, ip=None):
-    """base + 16 n, n unsigned."""
-    return _asm([Int64], [n, base], "mad.wide.u32 $0, $1, 16, $2;", "=l,r,l", False, loc, ip)
 
 
 @dsl_user_op
@@ -328,12 +316,6 @@ def pack_e2m1x8_of_bf16(
 def ld_global_b32x4(address: Int64, *, loc=None, ip=None):
     ptx = "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];"
     return _asm([Int32] * 4, [address], ptx, "=r,=r,=r,=r,l", True, loc, ip)
-
-
-@dsl_user_op
-def ld_global_b32x2(address: Int64, *, loc=None, ip=None):
-    ptx = "ld.global.v2.b32 {$0,$1}, [$2];"
-    return _asm([Int32] * 2, [address], ptx, "=r,=r,l", True, loc, ip)
 
 
 @dsl_user_op
