@@ -15,13 +15,11 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import click
 import torch
 
-from perf.command import begin, finish
 from perf.providers import NOT_INSTALLED
 from perf.rows import OK, Measurement
-from perf.writers import OURS, Benchmark, print_report, run, select
+from perf.writers import OURS, Benchmark, command, select
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192, 16384, 65536)
 FORMATS = ("mxfp4", "fp8_e4m3")
@@ -228,22 +226,12 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-BENCHMARK = Benchmark(make_arguments, bind, check)
-
-
-@click.command(help="Time the DeepSeek-V4 indexer's fused steps.")
-@click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
-@click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
-@click.option("--commit", help="what to record where there is no git repository")
-def main(cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str | None) -> None:
-    try:
-        chosen = select_cases(cases)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    machine = begin("perf.bench_indexer", commit)
-    finish(run(BENCHMARK, chosen, machine, rounds), json_path, print_report)
-
+main = command(
+    "perf.bench_indexer",
+    "Time the DeepSeek-V4 indexer's fused steps.",
+    select_cases,
+    Benchmark(make_arguments, bind, check),
+)
 
 if __name__ == "__main__":
     main()

@@ -14,13 +14,11 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import click
 import torch
 
-from perf.command import begin, finish
 from perf.providers import NOT_INSTALLED
 from perf.rows import OK, Measurement
-from perf.writers import OURS, Benchmark, print_report, run, select
+from perf.writers import OURS, Benchmark, command, select
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384, 65536)
 DTYPES = ("fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
@@ -150,22 +148,12 @@ def check(provider: str, case: StoreCase) -> Measurement:
     return Measurement(status, share)
 
 
-BENCHMARK = Benchmark(make_arguments, bind, check)
-
-
-@click.command(help="Time stores of new keys and values into an fp8 or nvfp4 cache.")
-@click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
-@click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
-@click.option("--commit", help="what to record where there is no git repository")
-def main(cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str | None) -> None:
-    try:
-        chosen = select_cases(cases)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    machine = begin("perf.bench_store", commit)
-    finish(run(BENCHMARK, chosen, machine, rounds), json_path, print_report)
-
+main = command(
+    "perf.bench_store",
+    "Time stores of new keys and values into an fp8 or nvfp4 cache.",
+    select_cases,
+    Benchmark(make_arguments, bind, check),
+)
 
 if __name__ == "__main__":
     main()

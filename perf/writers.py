@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from perf.command import begin, finish
 from perf.inputs import MAX_SETS, ROTATED_BYTES
 from perf.rows import OK, Machine, Measurement, make_row, make_workload
 from perf.timing import Contender, Timing, calls_per_graph, time_host, time_rotating, time_single
@@ -135,3 +136,29 @@ def print_report(rows: list[dict[str, Any]]) -> None:
     Console(width=118).print(table)
     first = rows[0]
     click.echo(f"{first['gpu']}, driver {first['driver']}, {first['date']}")
+
+
+def command(
+    module: str,
+    about: str,
+    select_cases: Callable[[tuple[str, ...]], Sequence[Case]],
+    benchmark: Benchmark,
+) -> click.Command:
+    """The command of a benchmark's module."""
+
+    @click.command(help=about)
+    @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
+    @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
+    @click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
+    @click.option("--commit", help="what to record where there is no git repository")
+    def main(
+        cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str | None
+    ) -> None:
+        try:
+            chosen = select_cases(cases)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        machine = begin(module, commit)
+        finish(run(benchmark, chosen, machine, rounds), json_path, print_report)
+
+    return main

@@ -11,12 +11,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cute_kernels.compile.plans import KERNELS, CompileUnit, all_units, compile_options
 from cute_kernels.store.config import TARGETS
 from tests.compile import cubin
 from tests.compile.variants import WORKERS, worker_pool
 
 Report = dict[str, Any]
+REGISTERS_PER_SM = 65536
+CONVERSION = "F2FP.SATFINITE.E2M1.F32"
 
 
 def store_units() -> list[CompileUnit]:
@@ -25,6 +29,16 @@ def store_units() -> list[CompileUnit]:
 
 def unit_id(unit: CompileUnit) -> str:
     return f"{unit.config.name}-{unit.target}"
+
+
+def over(units: list[CompileUnit]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("unit", units, ids=unit_id)
+
+
+def compiled(report: Report, unit: CompileUnit) -> Report:
+    variant = report[unit_id(unit)]
+    assert not variant["error"], variant["error"]
+    return variant
 
 
 def compile_all(folder: Path) -> Report:

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from cute_kernels.compile.plans import CompileUnit
 from cute_kernels.indexer.config import TARGETS, IndexerKConfig, IndexerQConfig
 from tests.compile.cubin import count
 from tests.compile.indexer_variants import RECORD, indexer_units, record_of
-from tests.compile.store_variants import Report, unit_id
+from tests.compile.store_variants import CONVERSION, REGISTERS_PER_SM, compiled, over, unit_id
 from tests.requires import requires
 
 UNITS = indexer_units()
 QS = [unit for unit in UNITS if isinstance(unit.config, IndexerQConfig)]
 KS = [unit for unit in UNITS if isinstance(unit.config, IndexerKConfig)]
-REGISTERS_PER_SM = 65536
-CONVERSION = "F2FP.SATFINITE.E2M1.F32"
-
-
-def over(units: list[CompileUnit]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("unit", units, ids=unit_id)
-
-
-def compiled(report: Report, unit: CompileUnit) -> Report:
-    variant = report[unit_id(unit)]
-    assert not variant["error"], variant["error"]
-    return variant
 
 
 def test_the_units_are_all_there():
