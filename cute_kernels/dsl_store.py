@@ -1,4 +1,5 @@
-"""Inline PTX of the store kernels: exact arithmetic, narrow formats, and plain memory accesses.
+"""Inline PTX of the store and indexer kernels: exact arithmetic, narrow formats, plain memory
+accesses.
 
 A continuation of ``dsl.py``, which has the facts about the DSL.
 """
@@ -26,6 +27,11 @@ def add_rn(x: Float32, y: Float32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def sub_rn(x: Float32, y: Float32, *, loc=None, ip=None):
+    return _asm([Float32], [x, y], "sub.rn.f32 $0, $1, $2;", "=f,f,f", False, loc, ip)
+
+
+@dsl_user_op
 def sub_abs_rn(x: Float32, y: Float32, *, loc=None, ip=None):
     """x - |y|."""
     ptx = "{ .reg .f32 a; abs.f32 a, $2; sub.rn.f32 $0, $1, a; }"
@@ -39,6 +45,12 @@ def rcp_rn(x: Float32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def rsqrt(x: Float32, *, loc=None, ip=None):
+    """1 / sqrt(x) within 2^-22, subnormal x included."""
+    return _asm([Float32], [x], "rsqrt.approx.f32 $0, $1;", "=f,f", False, loc, ip)
+
+
+@dsl_user_op
 def divide_by_magic(n: Int32, magic: Int32, shift: Int32, *, loc=None, ip=None):
     """(2 n * magic) >> (32 + shift) of unsigned integers."""
     ptx = "{ .reg .b32 t; add.u32 t, $1, $1; mul.hi.u32 t, t, $2; shr.u32 $0, t, $3; }"
@@ -48,6 +60,53 @@ def divide_by_magic(n: Int32, magic: Int32, shift: Int32, *, loc=None, ip=None):
 @dsl_user_op
 def min_s32(x: Int32, y: Int32, *, loc=None, ip=None):
     return _asm([Int32], [x, y], "min.s32 $0, $1, $2;", "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def clamp_s32(x: Int32, last: Int32, *, loc=None, ip=None):
+    """x within [0, last]."""
+    ptx = "{ .reg .b32 t; max.s32 t, $1, 0; min.s32 $0, t, $2; }"
+    return _asm([Int32], [x, last], ptx, "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def below(x: Int32, limit: Int32, *, loc=None, ip=None):
+    """x if it is less than the limit, else 0."""
+    ptx = "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.b32 $0, $1, 0, p; }"
+    return _asm([Int32], [x, limit], ptx, "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def where_negative(x: Int32, then, otherwise, *, loc=None, ip=None):
+    """`then` where x < 0, else `otherwise`; both Int32 or both Float32."""
+    kind, r = type(then), "f" if type(then) is Float32 else "r"
+    select = "selp.f32" if r == "f" else "selp.b32"
+    ptx = f"{{ .reg .pred p; setp.lt.s32 p, $1, 0; {select} $0, $2, $3, p; }}"
+    return _asm([kind], [x, then, otherwise], ptx, f"={r},r,{r},{r}", False, loc, ip)
+
+
+@dsl_user_op
+def where_negative_infinite(x: Float32, then: Float32, *, loc=None, ip=None):
+    """x, or what is given where it is -infinity."""
+    ptx = "{ .reg .pred p; setp.eq.f32 p, $1, 0fFF800000; selp.f32 $0, $2, $1, p; }"
+    return _asm([Float32], [x, then], ptx, "=f,f,f", False, loc, ip)
+
+
+@dsl_user_op
+def shuffle_b64(x: Int64, lane: Int32, *, loc=None, ip=None):
+    """x of a lane of the warp."""
+    ptx = (
+        "{ .reg .b32 l, h; mov.b64 {l, h}, $1; shfl.sync.idx.b32 l, l, $2, 0x1f, 0xffffffff;"
+        " shfl.sync.idx.b32 h, h, $2, 0x1f, 0xffffffff; mov.b64 $0, {l, h}; }"
+    )
+    return _asm([Int64], [x, lane], ptx, "=l,l,r", True, loc, ip)
+
+
+@dsl_user_op
+def clamp_s64(x: Int64, last: Int64, *, loc=None, ip=None):
+    """x within [0, last]."""
+    ptx = "{ .reg .b64 t; max.s64 t, $1, 0; min.s64 $0, t, $2; }"
+    return _asm([Int64], [x, last], ptx, "=l,l,l", False, loc, ip)
 
 
 @dsl_user_op
@@ -186,6 +245,69 @@ def pack_e2m1x8_sm100(
     return _asm([Int32], q, f"{{\n{body}\n}}", "=r" + ",f" * 8, False, loc, ip)
 
 
+# ---- pairs of 16-bit numbers in a word -------------------------------------------------------
+
+
+@dsl_user_op
+def permute(x: Int32, y: Int32, bytes_: int, *, loc=None, ip=None):
+    """Bytes 0..3 are those of x, 4..7 those of y; each digit of ``bytes_`` (hex) names one."""
+    return _asm([Int32], [x, y], f"prmt.b32 $0, $1, $2, {bytes_:#x};", "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def max_bf16x2(x: Int32, y: Int32, *, loc=None, ip=None):
+    return _asm([Int32], [x, y], "max.bf16x2 $0, $1, $2;", "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def max_u16x2(x: Int32, y: Int32, *, loc=None, ip=None):
+    return _asm([Int32], [x, y], "max.u16x2 $0, $1, $2;", "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def mul_bf16x2(x: Int32, y: Int32, *, loc=None, ip=None):
+    """Rounded to nearest even, subnormals included; NaN becomes 0x7FFF whatever its sign."""
+    return _asm([Int32], [x, y], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", False, loc, ip)
+
+
+def _pack_e2m1x8_of_bf16_ptx() -> str:
+    """bf16 pairs (0, 1) .. (6, 7) in $1..$4, times the pair $5, to E2M1 codes in $0.
+
+    The rounding of ``_E2M1_ROUND`` on pairs, with M = 2^6 (1 + 3/4 e), which bf16's 8 significant
+    bits hold. A magnitude times 2^-126 has its code in bits 6 to 8 of bf16 (0.5 is subnormal
+    there, as in E2M1). With pairs (k, k + 4) in a word, codes and signs need only be shifted into
+    their nibbles. Signs are those of the products, in which NaN has none.
+    """
+    lines = [".reg .b32 n<4>, q<4>, c<4>, e, m, a, s, t, f48, f64, f6, tiny;"]
+    for name, bits in (("f48", 0x4240), ("f64", 0x4280), ("f6", 0x40C0), ("tiny", 0x0080)):
+        lines.append(f"mov.b32 {name}, {bits << 16 | bits:#x};")
+    for i, (low, high, order) in enumerate(
+        ((1, 3, "0x5410"), (1, 3, "0x7632"), (2, 4, "0x5410"), (2, 4, "0x7632"))
+    ):
+        lines.append(f"prmt.b32 n{i}, ${low}, ${high}, {order};")
+        lines.append(f"mul.rn.bf16x2 q{i}, n{i}, $5; and.b32 e, q{i}, 0x7f807f80;")
+        lines.append(f"fma.rn.bf16x2 m, e, f48, f64; abs.bf16x2 a, q{i};")
+        lines.append("add.rn.bf16x2 a, a, m; sub.rn.bf16x2 a, a, m; min.bf16x2 a, a, f6;")
+        lines.append(f"mul.rn.bf16x2 c{i}, a, tiny;")
+    # lop3 0xE4: the first operand where the third has ones, else the second.
+    lines.append("mov.b32 s, 0x80008000; shr.u32 t, q0, 4;")
+    lines += ["lop3.b32 t, q1, t, s, 0xE4; shr.u32 t, t, 4;"]
+    lines += ["lop3.b32 t, q2, t, s, 0xE4; shr.u32 t, t, 4; lop3.b32 t, q3, t, s, 0xE4;"]
+    lines.append("shl.b32 a, c1, 4; or.b32 a, a, c0; shr.u32 a, a, 6;")
+    lines.append("shl.b32 m, c3, 4; or.b32 m, m, c2; shl.b32 m, m, 2; or.b32 a, a, m;")
+    lines.append("lop3.b32 $0, a, t, 0x77777777, 0xE4;")
+    return f"{{ {' '.join(lines)} }}"
+
+
+@dsl_user_op
+def pack_e2m1x8_of_bf16(
+    w0: Int32, w1: Int32, w2: Int32, w3: Int32, scale: Int32, *, loc=None, ip=None
+):
+    """Eight bf16 (pairs in w0..w3) times a pair of equal bf16, a power of two, to E2M1 codes."""
+    operands, ptx = [w0, w1, w2, w3, scale], _pack_e2m1x8_of_bf16_ptx()
+    return _asm([Int32], operands, ptx, "=r,r,r,r,r,r", False, loc, ip)
+
+
 # ---- global memory, of kernels that are launched before their predecessor has ended ---------
 # Volatile, in contrast to `ld_global_nc_b32x4`: they must not move above griddepcontrol.wait.
 
@@ -204,6 +326,29 @@ def ld_global_b64(address: Int64, *, loc=None, ip=None):
 @dsl_user_op
 def ld_global_b32(address: Int64, *, loc=None, ip=None):
     return _asm([Int32], [address], "ld.global.b32 $0, [$1];", "=r,l", True, loc, ip)
+
+
+@dsl_user_op
+def ld_global_f32x4(address: Int64, *, loc=None, ip=None):
+    ptx = "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];"
+    return _asm([Float32] * 4, [address], ptx, "=f,=f,=f,=f,l", True, loc, ip)
+
+
+@dsl_user_op
+def ld_global_f32(address: Int64, *, loc=None, ip=None):
+    return _asm([Float32], [address], "ld.global.f32 $0, [$1];", "=f,l", True, loc, ip)
+
+
+@dsl_user_op
+def ld_global_bf16(address: Int64, *, loc=None, ip=None):
+    """One bf16 as float32."""
+    ptx = "{ .reg .b16 h, z; mov.b16 z, 0; ld.global.b16 h, [$1]; mov.b32 $0, {z, h}; }"
+    return _asm([Float32], [address], ptx, "=f,l", True, loc, ip)
+
+
+@dsl_user_op
+def st_global_f32(address: Int64, x: Float32, *, loc=None, ip=None):
+    _asm([], [address, x], "st.global.f32 [$0], $1;", "l,f,~{memory}", True, loc, ip)
 
 
 @dsl_user_op

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from cute_kernels.attention.decode_sm90 import config as decode_sm90
 from cute_kernels.attention.prefill_sm90 import config as prefill_sm90
 from cute_kernels.formats import KV_CACHE_DTYPES
+from cute_kernels.indexer import config as indexer
+from cute_kernels.indexer.formats import HEAD_MULTIPLE, INDEXER_FORMATS
 from cute_kernels.store import config as store
 
 
@@ -258,5 +260,54 @@ def store_table_markdown() -> str:
         "page layout": f"{_listed(contract.kv_layouts)} (nvfp4: the first two), by strides",
         "order of nvfp4 V scales": "; ".join(_code(names) for names in layouts),
     }
+    return _two_columns(rows)
+
+
+@dataclass(frozen=True)
+class IndexerContract:
+    """What the indexer's functions can be asked for on CUDA. Its ``op.why_not`` decides about a
+    call.
+
+    architectures: compile targets. formats: of Q's codes and of the K cache. q_dtypes: of the
+    queries. head_multiple: what divides every head size; max_head_size: the largest.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    formats: tuple[str, ...]
+    q_dtypes: tuple[str, ...]
+    head_multiple: int
+    max_head_size: int
+
+
+def indexer_contract() -> IndexerContract:
+    """The contract of the indexer's kernels."""
+    return IndexerContract(
+        name="indexer",
+        architectures=indexer.TARGETS,
+        formats=tuple(INDEXER_FORMATS),
+        q_dtypes=indexer.Q_DTYPES,
+        head_multiple=HEAD_MULTIPLE,
+        max_head_size=indexer.MAX_HEAD_SIZE,
+    )
+
+
+def indexer_table_markdown() -> str:
+    """The README's table of the indexer's kernels."""
+    contract = indexer_contract()
+    rows = {
+        "kernels": f"`{contract.name}`",
+        "compiled for": _code(contract.architectures),
+        "codes of Q, K cache": _code(contract.formats),
+        "queries": _code(contract.q_dtypes),
+        "head size": f"multiples of {contract.head_multiple} up to {contract.max_head_size}",
+        "rotated elements": "the last 2 to all, even",
+        "compression ratio": "any, with and without overlap",
+        "cos and sin, head weights, norm weights": _code(("fp32", "bf16")),
+    }
+    return _two_columns(rows)
+
+
+def _two_columns(rows: dict[str, str]) -> str:
     lines = [f"| {title} | {cell} |" for title, cell in rows.items()]
     return "\n".join([lines[0], "|---|---|", *lines[1:]])

@@ -24,6 +24,7 @@ from perf.sections import (
     ResultFile,
     between_runs,
     demo_table,
+    indexer_summary,
     load_table,
     perplexity_summary,
     perplexity_table,
@@ -139,6 +140,19 @@ KINDS = (
         "bytes that differ from the reference.",
         plot=plots.store,
         brief=store_summary,
+        timed=True,
+    ),
+    Kind(
+        name="indexer",
+        title="The DeepSeek-V4 indexer's fused steps",
+        read=read_rows,
+        table=_whole,
+        about="`fused_indexer_q_rope_quant` (Q, 64 heads of 128) and `compress_norm_rope_insert` "
+        "(K, windows of 8 or 128 state rows) of T tokens. Of up to 256 tokens each completes a row "
+        "of K, of more every 4th or 128th. A copy that moves as many bytes, in the same process, "
+        "is the ceiling.",
+        details="`error`: share of the written bytes that differ from the reference.",
+        brief=indexer_summary,
         timed=True,
     ),
     Kind(

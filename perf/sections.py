@@ -31,8 +31,7 @@ from perf.targets import OURS, tflops, verdicts
 # Two times closer than this are a tie: runs of one kernel differ by as much.
 TIE = 0.01
 BASELINE = "bf16"  # of perplexities
-CEILING = {"decode": "read ceiling", "store": "copy"}
-
+CEILING = {"decode": "read ceiling", "store": "copy", "indexer": "copy"}
 
 SERVING_COLUMNS = (
     "model",
@@ -305,25 +304,41 @@ def perplexity_summary(file: ResultFile) -> str:
 
 def store_summary(file: ResultFile) -> str:
     """A line a number of tokens, a column a dtype: us, share of the copy, ratio to each rival."""
+    return _summary(
+        file,
+        ("tokens", "KV heads x head size"),
+        lambda row: (f"{row['batch']:,}", f"{row['num_kv_heads']} x {row['head_size']}"),
+    )
+
+
+def indexer_summary(file: ResultFile) -> str:
+    """A line a step and number of tokens, a column a format: as `store_summary`."""
+
+    def about(row: Row) -> tuple[str, str]:
+        what = f"K, {row['window']} state rows" if row["window"] else "Q"
+        return what, f"{row['batch']:,}"
+
+    return _summary(file, ("step", "tokens"), about)
+
+
+def _summary(
+    file: ResultFile, titles: tuple[str, ...], about: Callable[[Row], tuple[str, ...]]
+) -> str:
     dtypes = list(dict.fromkeys(row["kv_cache_dtype"] for row in file.rows))
-    lines: dict[tuple[int, ...], dict[str, str]] = {}
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
     for group in by_case(file.rows).values():
         ours = _ours(group)
         if ours is None:
             continue
-        shape = (ours["batch"], ours["num_kv_heads"], ours["head_size"])
         cell = ours["status"].split(":")[0]
         if ours["status"] == OK:
             ratios = [_rival_cells(name, group)[1] for name in rivals(file.rows)]
             parts = [number(ours["median_us"]), f"{ours['pct_of_ceiling']:.0f} %", *ratios]
             cell = ", ".join(part for part in parts if part)
-        lines.setdefault(shape, {})[ours["kv_cache_dtype"]] = cell
+        lines.setdefault(about(ours), {})[ours["kv_cache_dtype"]] = cell
     table = markdown(
-        ["tokens", "KV heads x head size", *(f"`{dtype}`" for dtype in dtypes)],
-        (
-            [f"{tokens:,}", f"{heads} x {size}", *(cells.get(dtype, "") for dtype in dtypes)]
-            for (tokens, heads, size), cells in lines.items()
-        ),
+        [*titles, *(f"`{dtype}`" for dtype in dtypes)],
+        ([*line, *(cells.get(dtype, "") for dtype in dtypes)] for line, cells in lines.items()),
     )
     against = "".join(f", ratio to `{name}`" for name in rivals(file.rows))
     return f"Cells: us, share of the copy's rate{against}.\n\n{table}"

@@ -1,8 +1,8 @@
 """What the project wants to reach, and whether a result row reaches it.
 
 Decode and prefill targets are for an H200 and an `fp8_e4m3` cache, by the names of the cases in
-`perf.cases` and `perf.bench_prefill`; those of stores hold for any card, since they are shares of a
-copy measured beside them.
+`perf.cases` and `perf.bench_prefill`; those of stores and of the indexer hold for any card, since
+they are shares of a copy measured beside them.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ PREFILL_TFLOPS = {
 }
 STORE_DECODE_TOKENS, STORE_DECODE_US = 256, 4.0
 STORE_PREFILL_TOKENS, STORE_SHARE_OF_COPY = 4096, 80.0
+INDEXER_TOKENS, INDEXER_SHARE_OF_COPY = 8192, 80.0
 # What searching two scales a block may cost over one.
 SEARCH_DTYPE, PLAIN_DTYPE, SEARCH_FACTOR = "nvfp4_4over6", "nvfp4", 1.05
 
@@ -75,6 +76,13 @@ def _store_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     return found
 
 
+def _indexer_verdicts(row: Row) -> list[Verdict]:
+    if row["batch"] < INDEXER_TOKENS:
+        return []
+    share = INDEXER_SHARE_OF_COPY
+    return [Verdict(f">= {share:g} % of the copy", row["pct_of_ceiling"] >= share)]
+
+
 def verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     """The targets of one of our rows; none for other providers' rows and rows without a time.
 
@@ -84,6 +92,8 @@ def verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
         return []
     if row["op"] == "store":
         return _store_verdicts(row, rows)
+    if row["op"].startswith("indexer"):
+        return _indexer_verdicts(row)
     if row["gpu"] != GPU or row["kv_cache_dtype"] != "fp8_e4m3":
         return []
     if row["op"] == "decode" and row["case"] in DECODE_US:

@@ -17,6 +17,7 @@ from cute_kernels.attention.prefill_sm90 import config as prefill_sm90
 from cute_kernels.compile.errors import CompilerUnavailableError
 from cute_kernels.compile.key import CompileKey, compile_key
 from cute_kernels.formats import get_kv_cache_dtype
+from cute_kernels.indexer import config as indexer
 from cute_kernels.store import config as store
 
 
@@ -214,6 +215,30 @@ def _store_claim(workload: Workload) -> list[store.ClaimConfig]:
     return [store.ClaimConfig()] if _store("sm_90a")(workload) else []
 
 
+def _indexer(part: str, target: str) -> Callable[[Workload], list[Any]]:
+    """Both formats, windows and sizes of calls: engines choose the first, traffic the last."""
+
+    def needed(workload: Workload) -> list[Any]:
+        if not isinstance(workload, IndexerWorkload) or workload.q_dtype not in indexer.Q_DTYPES:
+            return []
+        if workload.head_size not in indexer.HEAD_SIZES:
+            return []
+        if part == "q":
+            return indexer.q_support_table(target)
+        return indexer.k_support_table(target, (workload.head_size,))
+
+    return needed
+
+
+def _indexer_claim(workload: Workload) -> list[indexer.IndexerClaimConfig]:
+    return [indexer.IndexerClaimConfig()] if _indexer("k", "sm_90a")(workload) else []
+
+
+_INDEXER_PARTS = {
+    "q": (indexer.IndexerQConfig, indexer.q_support_table),
+    "k": (indexer.IndexerKConfig, indexer.k_support_table),
+}
+
 KERNELS = {
     kernel.name: kernel
     for kernel in (
@@ -251,6 +276,26 @@ KERNELS = {
             "cute_kernels.store.build:compile_claim",
             lambda: [store.ClaimConfig()],
             _store_claim,
+        ),
+        *(
+            Compilable(
+                indexer.kernel_name(part, targets[0]),
+                targets,
+                config,
+                f"cute_kernels.indexer.build:compile_{part}",
+                partial(variants, targets[0]),
+                _indexer(part, targets[0]),
+            )
+            for part, (config, variants) in _INDEXER_PARTS.items()
+            for targets in (indexer.TARGETS[:1], indexer.E2M1_TARGETS)
+        ),
+        Compilable(
+            "indexer_claim",
+            indexer.TARGETS,
+            indexer.IndexerClaimConfig,
+            "cute_kernels.indexer.build:compile_claim",
+            lambda: [indexer.IndexerClaimConfig()],
+            _indexer_claim,
         ),
     )
 }

@@ -34,6 +34,15 @@ class IndexerQ(NamedTuple):
     head_scale: float
     use_fp4: bool
 
+    @property
+    def head_size(self) -> int:
+        return self.index_q.shape[2]
+
+    @property
+    def cache_format(self) -> str:
+        """The codes' format."""
+        return "mxfp4" if self.use_fp4 else "fp8_e4m3"
+
 
 class IndexerK(NamedTuple):
     """A checked call of `compress_norm_rope_insert`; most fields are its arguments.

@@ -1,6 +1,7 @@
-"""The DeepSeek-V4 indexer's fused steps: check, then the torch definition. There is no kernel yet.
+"""The DeepSeek-V4 indexer's fused steps: check, then the kernels on CUDA tensors, else torch.
 
-Eager calls on plain tensors go straight to the definition; traced calls (torch.compile, export,
+A call that differs from an earlier one in addresses only is launched without being checked again.
+Eager calls on plain tensors go straight to the implementation; traced calls (torch.compile, export,
 fake tensors) go through the custom ops ``torch.ops.cute_kernels.fused_indexer_q_rope_quant`` and
 ``torch.ops.cute_kernels.compress_norm_rope_insert``, which have fake implementations.
 """
@@ -8,9 +9,11 @@ fake tensors) go through the custom ops ``torch.ops.cute_kernels.fused_indexer_q
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 
 import torch
 
+from cute_kernels.indexer import op
 from cute_kernels.indexer.arguments import (
     K_TENSORS,
     Q_TENSORS,
@@ -19,6 +22,7 @@ from cute_kernels.indexer.arguments import (
     check_k,
     check_q,
 )
+from cute_kernels.prepared import PreparedCalls
 from cute_kernels.reference.indexer import indexer_k, indexer_q
 
 
@@ -55,21 +59,29 @@ def fused_indexer_q_rope_quant(
 
     Scales are powers of two: 2^ceil(log2(amax / 6)) for each group of 32, or
     2^ceil(log2(max(amax, 1e-4) / 448)) for each head. A NaN does not count in amax and becomes the
-    code of +6, or 0x7F. `cute_kernels.reference.indexer` defines every bit, and runs on CUDA
-    tensors too: slowly, with a host synchronisation and a warning. Under graph capture it raises
-    instead.
+    code of +6, or 0x7F. `cute_kernels.reference.indexer` defines every bit.
+
+    On CUDA tensors nothing synchronises, no device tensor is read on the host, and the call can be
+    captured in a graph (call once before, so that the kernel is compiled); a position outside
+    cos_sin_cache takes its nearest row. What no kernel serves (head sizes above 512, compute
+    capability below 9.0) runs the torch definition: slowly, with a host synchronisation and a
+    warning.
 
     Raises:
         ValueError: an argument not as above.
-        NotImplementedError: CUDA tensors under graph capture. A traced call on tensors that need a
-            gradient: there is no backward pass.
+        NotImplementedError: CUDA tensors under graph capture that no kernel serves. A traced call
+            on tensors that need a gradient: there is no backward pass.
     """
     arguments = (
         positions, index_q, cos_sin_cache, index_weights, softmax_scale, head_scale, use_fp4,
     )  # fmt: skip
+    key, launch = _PREPARED_Q.find(arguments[:4], arguments[4:])
+    result = launch and launch.go(*arguments[:4])
+    if result is not None:
+        return result
     call = check_q(*arguments)
     if not _is_traced(index_q):
-        return _run_q(call)
+        return _run_q(call, key)
     _refuse_gradients("fused_indexer_q_rope_quant", call, Q_TENSORS)
     codes, scales, weights = torch.ops.cute_kernels.fused_indexer_q_rope_quant(*call)
     return codes, scales if use_fp4 else None, weights
@@ -132,35 +144,69 @@ def compress_norm_rope_insert(
         state_cache, token_to_seq, positions, slot_mapping, state_block_table, norm_weight,
         norm_eps, cos_sin_cache, k_cache, compress_ratio, cache_format,
     )  # fmt: skip
+    tensors = _k_tensors(arguments)
+    key, launch = _PREPARED_K.find(tensors, (norm_eps, compress_ratio, cache_format))
+    if launch is not None:
+        launch.go(*tensors)
+        return
     call = check_k(*arguments)
     if not _is_traced(k_cache):
-        _run_k(call)
+        _run_k(call, key)
         return
     _refuse_gradients("compress_norm_rope_insert", call, K_TENSORS)
     torch.ops.cute_kernels.compress_norm_rope_insert(*arguments)
 
 
-def _run_q(call: IndexerQ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    _warn_or_refuse("fused_indexer_q_rope_quant", call.index_q.device)
+def _k_tensors(call: IndexerK | tuple) -> tuple[torch.Tensor, ...]:
+    return (*call[:6], *call[7:9])
+
+
+_PREPARED_Q, _PREPARED_K = PreparedCalls(), PreparedCalls()
+
+
+def _run_q(
+    call: IndexerQ, key: Hashable | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """key: to keep the launch by, for further calls of the same shapes."""
+    if call.index_q.numel() == 0:
+        codes, scales, weights = _fake_q(*call)
+        return codes, scales if call.use_fp4 else None, weights
+    reason = op.why_not(call)
+    if reason is None:
+        queries = op.aligned_queries(call.index_q)
+        launch = op.prepare_q(call._replace(index_q=queries))
+        if queries is call.index_q:
+            _PREPARED_Q.keep(key, launch)
+        return launch.go(call.positions, queries, *call[2:4])
+    _warn_or_refuse("fused_indexer_q_rope_quant", call.index_q.device, reason)
     with torch.no_grad():  # as in traced calls: there is no backward pass
         return indexer_q(call)
 
 
-def _run_k(call: IndexerK) -> None:
-    _warn_or_refuse("compress_norm_rope_insert", call.k_cache.device)
+def _run_k(call: IndexerK, key: Hashable | None = None) -> None:
+    if call.slot_mapping.numel() == 0 or call.k_cache.numel() == 0:
+        return
+    reason = op.why_not(call)
+    if reason is None:
+        launch = op.prepare_k(call)
+        _PREPARED_K.keep(key, launch)
+        launch.go(*_k_tensors(call))
+        return
+    _warn_or_refuse("compress_norm_rope_insert", call.k_cache.device, reason)
     with torch.no_grad():
         indexer_k(call)
 
 
-def _warn_or_refuse(name: str, device: torch.device) -> None:
+def _warn_or_refuse(name: str, device: torch.device, reason: str) -> None:
+    """Before the torch definition runs: on a GPU it is slow, and synchronises."""
     if device.type != "cuda":
         return
     if torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            f"{name}: there is no kernel yet, and the torch definition cannot be captured in a "
-            "CUDA graph"
+            f"{name}: no kernel serves this call ({reason}), and the torch definition cannot be "
+            "captured in a CUDA graph"
         )
-    warnings.warn(f"{name} runs the slow torch definition: there is no kernel yet", stacklevel=4)
+    warnings.warn(f"{name} runs the slow torch definition: {reason}", stacklevel=4)
 
 
 # ---- traced calls ------------------------------------------------------------------------------

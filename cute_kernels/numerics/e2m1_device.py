@@ -16,3 +16,16 @@ def pack_x8(x, instruction: bool):
     """Eight float32 (a Python sequence) to one word of codes, the first in the lowest nibble."""
     pack = dsl_store.pack_e2m1x8_sm100 if instruction else dsl_store.pack_e2m1x8
     return pack(*x)
+
+
+def pack_bf16x8(words, scale, instruction: bool):
+    """Eight bf16 (four words of pairs in order) times a power of two (a pair of equal bf16) to one
+    word of codes.
+
+    Exact for every scale that bf16 holds, subnormal 2^-127 included: what underflows on the way
+    rounds to zero as E2M1 too.
+    """
+    if not instruction:
+        return dsl_store.pack_e2m1x8_of_bf16(*words, scale)
+    scaled = [dsl_store.mul_bf16x2(word, scale) for word in words]
+    return pack_x8([x for word in scaled for x in dsl_store.bf16x2_to_f32(word)], True)

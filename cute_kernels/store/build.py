@@ -12,25 +12,25 @@ from cute_kernels.store import kernel as definition
 from cute_kernels.store.config import ClaimConfig, StoreConfig
 
 
-def _ones(group):
+def ones(group):
     """A NamedTuple of numbers, each of its annotated type (values do not matter for compiling)."""
     kinds = get_type_hints(group).values()
-    return group(*(_ones(kind) if hasattr(kind, "_fields") else kind(1) for kind in kinds))
+    return group(*(ones(kind) if hasattr(kind, "_fields") else kind(1) for kind in kinds))
 
 
-def _slots():
+def slots():
     return make_fake_compact_tensor(Int64, (cute.sym_int64(),), assumed_align=8)
 
 
 def compile_store(config: StoreConfig, options: str):
     """The compiled launch function; ``options`` are cute.compile's (architecture, TVM-FFI)."""
-    side = _ones(definition.Side)
+    side = ones(definition.Side)
     return cute.compile(
         definition.StoreKv(config),
-        _slots(),
+        slots(),
         side,
         side,
-        _ones(definition.Shape),
+        ones(definition.Shape),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )
@@ -40,7 +40,7 @@ def compile_claim(config: ClaimConfig, options: str):
     """The compiled launch function of ``ClaimSlots``."""
     return cute.compile(
         definition.ClaimSlots(),
-        _slots(),
+        slots(),
         Int32(1),
         Int64(1),
         Int64(1),

@@ -155,11 +155,11 @@ class StoreLaunch:
 
 def _aligned(x: torch.Tensor, tokens: int) -> torch.Tensor:
     """``x``, or a copy of its first rows where they do not allow 16-byte loads."""
-    aligned = x.stride(2) == 1 and x.data_ptr() % 16 == 0 and _are_multiples(x, 8)
+    aligned = x.stride(2) == 1 and x.data_ptr() % 16 == 0 and are_multiples(x, 8)
     return x if aligned else x[:tokens].clone(memory_format=torch.contiguous_format)
 
 
-def _are_multiples(x: torch.Tensor, elements: int) -> bool:
+def are_multiples(x: torch.Tensor, elements: int) -> bool:
     """Whether all strides but the last are; that of a dim of size 1 says nothing."""
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     return not any(size > 1 and stride % elements for size, stride in pairs)
@@ -195,7 +195,7 @@ def side_plan(
     if storage == "fp8_e4m3":
         alignment, block_scale, scale_strides = 16, 0, (0, 0)
         data = cache.stride()[1:3]
-        rows = _are_multiples(cache, alignment)
+        rows = are_multiples(cache, alignment)
     else:
         alignment = 8
         _, tokens, heads, row = cache.shape

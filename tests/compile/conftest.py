@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.compile import prefill_variants, store_variants, variants
+from tests.compile import indexer_variants, prefill_variants, store_variants, variants
 
 
 def _once(
@@ -51,6 +51,12 @@ def prefill_report(request, tmp_path_factory) -> dict[str, Any]:
 def store_report(request, tmp_path_factory) -> dict[str, Any]:
     """The store kernels' units, see store_variants.py."""
     return _once("stores", store_variants.compile_all, request, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def indexer_report(request, tmp_path_factory) -> dict[str, Any]:
+    """The indexer kernels' units, see indexer_variants.py."""
+    return _once("indexer", indexer_variants.compile_all, request, tmp_path_factory)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-
-from cute_kernels.compile.plans import CompileUnit
 from cute_kernels.formats import ScaleSearch
 from cute_kernels.store.config import TARGETS, THREADS, StoreConfig
 from tests.compile.cubin import count
-from tests.compile.store_variants import Report, store_units, unit_id
+from tests.compile.store_variants import (
+    CONVERSION,
+    REGISTERS_PER_SM,
+    compiled,
+    over,
+    store_units,
+    unit_id,
+)
 
 UNITS = store_units()
 STORES = [unit for unit in UNITS if isinstance(unit.config, StoreConfig)]
-REGISTERS_PER_SM = 65536
-CONVERSION = "F2FP.SATFINITE.E2M1.F32"
-
-
-def over(units: list[CompileUnit]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("unit", units, ids=unit_id)
-
-
-def compiled(report: Report, unit: CompileUnit) -> Report:
-    variant = report[unit_id(unit)]
-    assert not variant["error"], variant["error"]
-    return variant
 
 
 def test_the_units_are_all_there():

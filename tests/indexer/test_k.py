@@ -30,19 +30,24 @@ def rows_by_slot(call: KCall) -> dict[int, np.ndarray]:
 
 
 def close(call: KCall, memory: np.ndarray) -> tuple[int, int]:
-    """Compare with the oracle: bytes that differ, and bytes written.
+    """`step_and_differences` from the oracle."""
+    return step_and_differences(call, memory, call.expected())
+
+
+def step_and_differences(call: KCall, memory: np.ndarray, expected: np.ndarray) -> tuple[int, int]:
+    """Bytes that differ, and bytes written.
 
     Dequantized elements are within one quantum: the widest step between two codes, 2 of mxfp4 and
-    32 of fp8_e4m3, times the larger of the two scales.
+    32 of fp8_e4m3, times the larger of the two scales. NaN is beside NaN.
     """
-    expected = call.expected()
     step = 2.0 if call.case.cache_format == "mxfp4" else 32.0
     for slot, _, _ in call.rows:
         (a, scale_a), (b, scale_b) = (
             oracle.read_row(*(m[at].tobytes() for at in call.ranges(slot)), call.case.cache_format)
             for m in (memory, expected)
         )
-        assert (abs(a - b) <= step * np.maximum(scale_a, scale_b)).all(), slot
+        near = abs(a - b) <= step * np.maximum(scale_a, scale_b)
+        assert (near | np.isnan(a) & np.isnan(b)).all(), slot
     return int((memory != expected).sum()), len(call.rows) * sum(call.case.row_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The public names, traced calls, gradients, and what CUDA tensors get while there is no kernel."""
+"""The public names, traced calls, gradients, and what CUDA tensors get where no kernel serves."""
 
 from __future__ import annotations
 
@@ -157,10 +157,13 @@ def test_gradients():
 
 @pytest.fixture
 def called_with_cuda_tensors(monkeypatch):
-    """What the functions do after their checks, as though the tensors were on a GPU."""
-    warn_or_refuse = interface._warn_or_refuse
+    """What the functions do after their checks, as though the tensors were on a GPU that no kernel
+    is for."""
+    warn_or_refuse, cuda = interface._warn_or_refuse, torch.device("cuda")
     monkeypatch.setattr(
-        interface, "_warn_or_refuse", lambda name, _: warn_or_refuse(name, torch.device("cuda"))
+        interface,
+        "_warn_or_refuse",
+        lambda name, _, reason: warn_or_refuse(name, cuda, reason),
     )
     return monkeypatch
 
@@ -171,12 +174,12 @@ def test_cuda_tensors(called_with_cuda_tensors, name, recwarn):
     arguments = q_call(True) if name.startswith("fused") else call.arguments
     function = getattr(cute_kernels, name)
     called_with_cuda_tensors.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    message = f"{name}: there is no kernel yet, and the torch definition cannot be captured in a "
+    message = f"{name}: no kernel serves this call (tensors are on cpu, the kernels run on cuda), "
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         function(**arguments)
     assert (call.memory == SENTINEL).all() and not recwarn
     called_with_cuda_tensors.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with pytest.warns(UserWarning, match=f"{name} runs the slow torch definition: there is no"):
+    with pytest.warns(UserWarning, match=f"{name} runs the slow torch definition: tensors are on"):
         result = function(**arguments)
     if name.startswith("fused"):
         assert same(result, fused_indexer_q_rope_quant(**q_call(True)))
@@ -185,14 +188,15 @@ def test_cuda_tensors(called_with_cuda_tensors, name, recwarn):
 
 
 def test_the_warning_names_the_calling_line(monkeypatch):
-    on_cuda = SimpleNamespace(device=torch.device("cuda"))
-    call = SimpleNamespace(index_q=on_cuda, k_cache=on_cuda)
+    on_cuda = SimpleNamespace(device=torch.device("cuda"), numel=lambda: 1)
+    call = SimpleNamespace(index_q=on_cuda, k_cache=on_cuda, slot_mapping=on_cuda)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(interface.op, "why_not", lambda call: "none is for it")
     for name in ("check_q", "check_k"):
         monkeypatch.setattr(interface, name, lambda *arguments: call)
     for name in ("indexer_q", "indexer_k"):
         monkeypatch.setattr(interface, name, lambda call: None)
-    with pytest.warns(UserWarning, match="there is no kernel yet") as caught:
+    with pytest.warns(UserWarning, match="slow torch definition: none is for it") as caught:
         fused_indexer_q_rope_quant(**q_call(True))
         compress_norm_rope_insert(**KCall(CASE).arguments)
     assert [warning.filename for warning in caught] == [__file__] * 2

@@ -194,10 +194,23 @@ def test_the_indexer_and_unknown_layers_of_deepseek_v4_are_named():
     for kind in ("compressed_sparse_attention (20", "heavily_compressed_attention (23"):
         (line,) = [line for line in found.unserved if line.startswith(kind)]
         assert "on sm_90a, TP 1/8: layers of type" in line
-    # Until an indexer kernel is compiled, the plan says that it lacks one.
     indexer = [planned for planned in found.units if "indexer" in " ".join(planned.reasons)]
-    named = [line for line in found.unserved if line.startswith("indexer (64 heads of 128) on sm")]
-    assert bool(indexer) != bool(named)
+    assert not [line for line in found.unserved if line.startswith("indexer")]
+    # Q: two formats, few and many rows. K: two formats, windows of 8 and of 128 rows.
+    assert sorted(planned.unit.kernel for planned in indexer) == (
+        ["indexer_claim"] + ["indexer_k_sm90"] * 4 + ["indexer_q_sm90"] * 4
+    )
+    assert {planned.reasons for planned in indexer} == {
+        ("indexer (64 heads of 128) on sm_90a, TP 1/8",)
+    }
+
+
+def test_an_indexer_that_no_kernel_is_for_is_named():
+    model = read_model(CONFIGS / "deepseek-v4-defaults.json")
+    for change in ({"index_head_dim": 100}, {"dtype": "float16"}):
+        found = plan_warmup({**model, **change}, ["sm_90a"], "fp8")
+        (line,) = [line for line in found.unserved if line.startswith("indexer (64 heads of")]
+        assert "no kernel here is compiled for it" in line
 
 
 @pytest.mark.parametrize(

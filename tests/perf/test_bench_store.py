@@ -7,10 +7,11 @@ import torch
 
 from cute_kernels.reference.store import gather_kv
 from perf import bench_store
-from perf.bench_store import BASELINE, DTYPES, OURS, StoreCase
+from perf.bench_store import DTYPES, OURS, StoreCase
 from perf.compare import pairs
 from perf.rows import OK, Measurement, check_row, make_row, make_workload
 from perf.timing import Timing
+from perf.writers import BASELINE, print_report
 from tests.perf.helpers import MACHINE, METHOD
 
 
@@ -74,7 +75,7 @@ def test_rows_count_the_bytes_of_a_store_and_compare():
 
 def test_the_report_shows_ours_and_the_baseline(capsys):
     case = StoreCase(256, "nvfp4")
-    bench_store.print_report([make_test_row(OURS, case, 3.25), make_test_row(BASELINE, case, 4.5)])
+    print_report([make_test_row(OURS, case, 3.25), make_test_row(BASELINE, case, 4.5)])
     text = capsys.readouterr().out
     assert case.name in text and "3.25" in text and "4.50" in text and MACHINE.gpu in text
 

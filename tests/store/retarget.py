@@ -1,4 +1,4 @@
-"""Run a store kernel that was compiled for sm_100a on an SM90 device.
+"""Run a store (or indexer) kernel that was compiled for sm_100a on an SM90 device.
 
 The compiler's PTX for sm_100a is taken as it is but for three changes: each conversion
 `cvt.rn.satfinite.e2m1x2.f32`, which sm_90a does not have, becomes a sequence of comparisons with
@@ -61,11 +61,17 @@ def retargeted(ptx: str) -> tuple[str, int]:
 
 
 def sm100_ptx(config: StoreConfig, folder: Path) -> str:
-    """What the compiler makes of a variant for sm_100a."""
-    from cute_kernels.compile.plans import compile_options
+    """What the compiler makes of a store variant for sm_100a."""
     from cute_kernels.store.build import compile_store
 
-    compile_store(config, f"{compile_options('sm_100a')} --keep-ptx --dump-dir={folder}")
+    return compiled_ptx(compile_store, config, folder)
+
+
+def compiled_ptx(compiler: Callable, config: object, folder: Path) -> str:
+    """What a compiling function makes of a variant for sm_100a; the folder is its own."""
+    from cute_kernels.compile.plans import compile_options
+
+    compiler(config, f"{compile_options('sm_100a')} --keep-ptx --dump-dir={folder}")
     (path,) = folder.glob("*.ptx")
     return path.read_text(encoding="utf-8").rstrip("\0")
 
@@ -81,7 +87,7 @@ class DriverKernel:
         self.cuda = ctypes.CDLL("libcuda.so.1")
         (name,) = re.findall(r"\.visible \.entry (\w+)\(", ptx)
         parameters = re.search(rf"\.entry {name}\((.*?)\n\)", ptx, re.S).group(1)
-        # The first parameter is the slots' tensor: its address and its size.
+        # The first parameter is a tensor: its address, sizes and strides.
         self.kinds = re.findall(r"\.param (?:\.align 8 )?\.(\w+) ", parameters)
         self.log = ctypes.create_string_buffer(1 << 14)
         options = (ctypes.c_int * 2)(5, 6)  # CU_JIT_ERROR_LOG_BUFFER and its size in bytes
@@ -102,16 +108,24 @@ class DriverKernel:
         if error:
             raise RuntimeError(f"{_CHECKED} {error}: {self.log.value.decode()}")
 
-    def __call__(self, grid: Sequence[int], slots: torch.Tensor, scalars: Sequence[float]) -> None:
+    def __call__(
+        self,
+        grid: Sequence[int],
+        tensor: Sequence[int],
+        scalars: Sequence[float],
+        threads: int = THREADS,
+        shared_bytes: int = 0,
+    ) -> None:
+        """tensor: the 64-bit words of the first parameter."""
         assert self.kinds[0] == "b8" and len(scalars) == len(self.kinds) - 1
-        tensor = (ctypes.c_int64 * 2)(slots.data_ptr(), slots.shape[0])
+        tensor = (ctypes.c_int64 * len(tensor))(*tensor)
         values = [_C_TYPES[k](v) for k, v in zip(self.kinds[1:], scalars, strict=True)]
         pointers = [ctypes.addressof(x) for x in (tensor, *values)]
         parameters = (ctypes.c_void_p * len(pointers))(*pointers)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         self._check(
             self.cuda.cuLaunchKernel(
-                self.function, *grid, THREADS, 1, 1, 0, stream, parameters, None
+                self.function, *grid, threads, 1, 1, shared_bytes, stream, parameters, None
             )
         )
 
@@ -132,6 +146,6 @@ def launch_function(config: StoreConfig, folder: Path) -> Callable[..., None]:
     def launch(slots: torch.Tensor, key: tuple, value: tuple, shape: tuple) -> None:
         tokens, (token_groups, *_) = shape[:2]
         grid = (-(-tokens * token_groups // THREADS), 2, 1)
-        kernel(grid, slots, flat((key, value, shape)))
+        kernel(grid, (slots.data_ptr(), slots.shape[0]), flat((key, value, shape)))
 
     return launch

@@ -1,0 +1,130 @@
+"""What varies between the compiled variants of the indexer's kernels, and what they accept.
+
+Import-light: no DSL here, because planners, tests and the registry read these facts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.indexer.formats import HEAD_MULTIPLE, INDEXER_FORMATS
+from cute_kernels.store.config import E2M1_TARGETS
+
+TARGETS = ("sm_90a", *E2M1_TARGETS)
+# Elements that a lane quantizes at a time: 16 bytes of bf16.
+CHUNK = 8
+MAX_HEAD_SIZE = 512
+HEAD_SIZES = tuple(range(HEAD_MULTIPLE, MAX_HEAD_SIZE + 1, HEAD_MULTIPLE))
+Q_DTYPES = ("bf16",)
+Q_THREADS = 128
+# Calls of at least this many (token, head) rows an SM share rotations between heads of a thread.
+Q_SHARED_ROWS = 64
+# Rows of a window that a lane has in flight: the whole window of DeepSeek-V4's ratio 4.
+WINDOW_ROWS = 8
+# Channels that a warp's lanes hold together, 16 bytes of float32 each.
+LANE_CHANNELS = 4
+WARP_CHANNELS = 32 * LANE_CHANNELS
+# Calls of up to this many tokens look for repeated slots in the kernel itself; longer ones are
+# preceded by a launch of `IndexerClaimConfig`.
+SCANNED_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class IndexerQConfig:
+    """Compile-time parameters of a Q variant; sizes, strides and the other dtypes are run-time.
+
+    cache_format: "mxfp4" or "fp8_e4m3", of the codes.
+    heads_per_thread: heads of a token that a thread takes, with one load of cos and sin.
+    e2m1_instruction: convert to E2M1 by the instruction that only some targets have.
+    """
+
+    cache_format: str
+    heads_per_thread: int
+    e2m1_instruction: bool
+
+    @property
+    def name(self) -> str:
+        by = "_cvt" if self.e2m1_instruction else ""
+        return f"indexer_q_{self.cache_format}_h{self.heads_per_thread}{by}"
+
+
+@dataclass(frozen=True)
+class IndexerKConfig:
+    """Compile-time parameters of a K variant; sizes, strides and the other dtypes are run-time.
+
+    cache_format: "mxfp4" or "fp8_e4m3".
+    vectors: how often `WARP_CHANNELS` go into the head size, rounded up; some may be unused.
+    warps: that share a window. With one, `independent_warps` of a CTA have windows of their own.
+    e2m1_instruction: as in `IndexerQConfig`.
+    """
+
+    cache_format: str
+    vectors: int
+    warps: int
+    e2m1_instruction: bool
+
+    @property
+    def name(self) -> str:
+        by = "_cvt" if self.e2m1_instruction else ""
+        return f"indexer_k_{self.cache_format}_v{self.vectors}_w{self.warps}{by}"
+
+    @property
+    def independent_warps(self) -> int:
+        return 4 if self.warps == 1 else 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.independent_warps
+
+    @property
+    def shared_floats(self) -> int:
+        """Maxima, sums and weighted sums of all channels and warps; none where one warp has all."""
+        return 0 if self.warps == 1 else 3 * self.warps * self.vectors * WARP_CHANNELS
+
+
+@dataclass(frozen=True)
+class IndexerClaimConfig:
+    """The kernel that gives each slot to one of the complete rows that name it."""
+
+    name: str = "indexer_claim"
+
+
+def kernel_name(part: str, target: str) -> str:
+    """The entry in ``compile.plans.KERNELS`` of part "q" or "k" for an architecture."""
+    return f"indexer_{part}_{'sm100' if target in E2M1_TARGETS else 'sm90'}"
+
+
+def _by_instruction(cache_format: str, target: str) -> bool:
+    return cache_format == "mxfp4" and target in E2M1_TARGETS
+
+
+def q_config(cache_format: str, rows_per_sm: float, target: str) -> IndexerQConfig:
+    """The variant for a call of this many (token, head) rows for each SM."""
+    heads = 4 if rows_per_sm >= Q_SHARED_ROWS else 1
+    return IndexerQConfig(cache_format, heads, _by_instruction(cache_format, target))
+
+
+def k_config(cache_format: str, head_size: int, window: int, target: str) -> IndexerKConfig:
+    """The variant for windows of this many rows."""
+    vectors = 1 if head_size <= WARP_CHANNELS else 4
+    # A longer window has a CTA: 16 warps of 8 rows take DeepSeek-V4's 128 at once. With 4 vectors
+    # shared memory would need more than the 48 KiB that need no opting in.
+    warps = 1 if window <= 4 * WINDOW_ROWS else 16 // vectors
+    return IndexerKConfig(cache_format, vectors, warps, _by_instruction(cache_format, target))
+
+
+def q_support_table(target: str) -> list[IndexerQConfig]:
+    """Every Q variant that the public function can ask for on an architecture."""
+    return [q_config(name, rows, target) for name in INDEXER_FORMATS for rows in (0, Q_SHARED_ROWS)]
+
+
+def k_support_table(
+    target: str, head_sizes: tuple[int, ...] = (WARP_CHANNELS, MAX_HEAD_SIZE)
+) -> list[IndexerKConfig]:
+    """Every K variant that calls with these head sizes can ask for on an architecture."""
+    return [
+        k_config(name, head_size, window, target)
+        for name in INDEXER_FORMATS
+        for head_size in head_sizes
+        for window in (1, 128)
+    ]

@@ -1,0 +1,374 @@
+"""The indexer's K kernel: windows of compressor states to rows of a block-planar cache.
+
+Shapes: state (blocks, block_size, 2 W) float32, W = D or 2 D, D a multiple of 32 up to 512;
+positions, slots (tokens,) int64; token_to_seq (tokens,) int32; table (B, columns) int32; cache
+blocks as docs/formats.md has them. All strides are free.
+
+A warp looks through a span of tokens for those that complete a row, and takes one after the other;
+where windows are long all warps of a CTA look, and share each window (`window.py`). One warp then
+finishes the row: RMSNorm, rotation, quantization, and the store.
+
+Positions, sequences and blocks outside their tables are moved inside: nothing outside of the
+tensors is read, and the row is then of no use. Of rows with one slot one is stored: in short calls
+the last, in longer ones that which `ClaimRows`, launched before, let win.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels import dsl, dsl_store
+from cute_kernels.indexer.config import (
+    CHUNK,
+    LANE_CHANNELS,
+    WARP_CHANNELS,
+    IndexerKConfig,
+)
+from cute_kernels.indexer.quantize import (
+    halves_joined,
+    inverse_scales,
+    largest_of,
+    largest_over_lanes,
+    quantizer,
+    rotated_pair,
+    table_value,
+)
+from cute_kernels.indexer.window import Compressor, Row, State
+from cute_kernels.store.kernel import Divisor, divided
+
+CLAIM_THREADS = 128
+# Tokens whose slots a lane has in flight while its warp looks for repeated ones.
+_BATCH = 8
+# Lanes with the chunks of a group, and of a row: two lanes hold the elements of a chunk.
+_GROUP_MASKS, _WARP_MASKS = (2, 4), (2, 4, 8, 16)
+
+
+class Tokens(NamedTuple):
+    """Addresses and byte strides of what a token has, and which tokens complete a row.
+
+    owner: address of (capacity,) int32, the token that a slot belongs to; 0 for short calls.
+    span: tokens of a warp, or of a CTA.
+    """
+
+    tokens: Int32
+    span: Int32
+    positions: Int64
+    position: Int64
+    sequences: Int64
+    sequence: Int64
+    ratio: Int64
+    capacity: Int64
+    owner: Int64
+
+
+class Rotary(NamedTuple):
+    """pairs: rotated ones of a row."""
+
+    cos_sin: Int64
+    row: Int64
+    element: Int64
+    last_position: Int64
+    pairs: Int32
+    is_bf16: Int32
+
+
+class Norm(NamedTuple):
+    weight: Int64
+    element: Int64
+    is_bf16: Int32
+    eps: Float32
+    inverse_size: Float32
+
+
+class Cache(NamedTuple):
+    """Byte strides; scales: where a block's scales begin. aligned: to 4 bytes, rows and all."""
+
+    data: Int64
+    aligned: Int32
+    block: Int64
+    scales: Int64
+    row_values: Int32
+    row_scales: Int32
+    rows: Divisor
+
+
+@cute.jit
+def completes(mSlots: cute.Tensor, tokens: Tokens, token: Int32, slot: Int64) -> Int32:
+    """1 where the token completes a row that has a slot in the cache."""
+    live = Int32(0)
+    if slot >= 0 and slot < tokens.capacity:
+        position = dsl_store.ld_global_b64(tokens.positions + Int64(token) * tokens.position)
+        if position >= 0:
+            if (position + 1) % tokens.ratio == 0:
+                live = Int32(1)
+    return live
+
+
+class ClaimRows:
+    """owner[slot] = token for every token that completes a row, whichever of several is last.
+
+    Nothing need be initialised: only entries that were just written are read.
+    """
+
+    @cute.jit
+    def __call__(self, mSlots: cute.Tensor, tokens: Tokens, stream):
+        self.kernel(mSlots, tokens).launch(
+            grid=(cute.ceil_div(tokens.tokens, CLAIM_THREADS), 1, 1),
+            block=(CLAIM_THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, mSlots: cute.Tensor, tokens: Tokens):
+        cute.arch.griddepcontrol_launch_dependents()
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        token = cta * CLAIM_THREADS + tid
+        if token < tokens.tokens:
+            slot = mSlots[token]
+            if completes(mSlots, tokens, token, slot) != 0:
+                dsl.st_global_b32(tokens.owner + slot * 4, token)
+
+
+class IndexerK(Compressor):
+    def __init__(self, config: IndexerKConfig):
+        super().__init__(config)
+        self.quantizer = quantizer(config.cache_format, config.e2m1_instruction)
+
+    @cute.jit
+    def __call__(
+        self,
+        mSlots: cute.Tensor,
+        tokens: Tokens,
+        state: State,
+        rotary: Rotary,
+        norm: Norm,
+        cache: Cache,
+        stream,
+    ):
+        spans = cute.ceil_div(tokens.tokens, tokens.span)
+        self.kernel(mSlots, tokens, state, rotary, norm, cache).launch(
+            grid=(cute.ceil_div(spans, self.config.independent_warps), 1, 1),
+            block=(self.config.threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mSlots: cute.Tensor,
+        tokens: Tokens,
+        state: State,
+        rotary: Rotary,
+        norm: Norm,
+        cache: Cache,
+    ):
+        shared = self.allocate()
+        # Behind `ClaimRows`, the kernels that wrote the inputs have ended: `_owns` waits for it.
+        if tokens.owner == 0:
+            cute.arch.griddepcontrol_wait()
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        warp, lane = tid >> 5, tid & 31
+        span = cta
+        if const_expr(self.config.warps == 1):
+            span = cta * self.config.independent_warps + warp
+        end = dsl_store.min_s32((span + 1) * tokens.span, tokens.tokens)
+        for start in cutlass.range(span * tokens.span, end, 32, unroll=1):
+            token = start + lane
+            near = dsl_store.min_s32(token, end - 1)
+            live = completes(mSlots, tokens, near, mSlots[near])
+            if token >= end:
+                live = Int32(0)
+            left = Int32(cute.arch.vote_ballot_sync(live != 0))
+            while left != 0:
+                first = Int32(cute.arch.popc((left & -left) - 1))
+                left = left & (left - 1)
+                self._row(mSlots, tokens, state, rotary, norm, cache, shared, start + first)
+
+    @cute.jit
+    def _row(
+        self,
+        mSlots: cute.Tensor,
+        tokens: Tokens,
+        state: State,
+        rotary: Rotary,
+        norm: Norm,
+        cache: Cache,
+        shared: Int32,
+        token: Int32,
+    ):
+        """Compress and insert the row that a token completes; all lanes take part."""
+        position = dsl_store.ld_global_b64(tokens.positions + Int64(token) * tokens.position)
+        at = tokens.sequences + Int64(token) * tokens.sequence
+        row = Row(position, dsl_store.ld_global_b32(at))
+        tid, _, _ = cute.arch.thread_idx()
+        compressed = self.compress(state, row, shared)
+        if const_expr(self.config.warps == 1):
+            self._finish(mSlots, tokens, rotary, norm, cache, token, position, compressed)
+        else:
+            if tid < 32:
+                self._finish(mSlots, tokens, rotary, norm, cache, token, position, compressed)
+
+    @cute.jit
+    def _finish(
+        self,
+        mSlots: cute.Tensor,
+        tokens: Tokens,
+        rotary: Rotary,
+        norm: Norm,
+        cache: Cache,
+        token: Int32,
+        position: Int64,
+        compressed,
+    ):
+        """By one warp: from its lanes' channels to stored bytes."""
+        lane = cute.arch.lane_idx()
+        head_size = cache.row_values * (2 // self.quantizer.code_words)
+        # (position // ratio) * ratio of a token that completes a row.
+        first = dsl_store.clamp_s64(position + 1 - tokens.ratio, rotary.last_position)
+        words = self._words(rotary, norm, head_size, first, compressed)
+        largest = [self._largest(chunk) for chunk in words]
+        if const_expr(self.quantizer.row_scale):
+            row = largest[0]
+            for other in largest[1:]:
+                row = dsl_store.max_bf16x2(row, other)
+            largest = [largest_over_lanes(row, _WARP_MASKS)] * len(words)
+        else:
+            largest = [largest_over_lanes(one, _GROUP_MASKS) for one in largest]
+        scale_codes = [self.quantizer.scale_codes(one) for one in largest]
+        codes = [
+            self.quantizer.codes(chunk, inverse_scales(one)[0])
+            for chunk, one in zip(words, scale_codes, strict=True)
+        ]
+        slot = mSlots[token]
+        block, row_of_block = divided(Int32(slot), cache.rows)
+        data = cache.data + Int64(block) * cache.block
+        values = data + Int64(row_of_block) * Int64(cache.row_values)
+        scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
+        if not self._is_repeated(mSlots, tokens, token, slot):
+            if self._owns(tokens, token, slot):
+                for v in cutlass.range_constexpr(self.config.vectors):
+                    channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
+                    if channel < head_size:
+                        self._store(cache, values, scales, channel, codes[v], scale_codes[v])
+
+    def _words(self, rotary: Rotary, norm: Norm, head_size: Int32, position: Int64, compressed):
+        """The chunks of rounded pairs that a lane and its neighbour hold together; both get them.
+
+        position: of the rotation.
+        """
+        lane = cute.arch.lane_idx()
+        square = Float32(0.0)
+        for v, values in enumerate(compressed):
+            beyond = head_size - 1 - lane * LANE_CHANNELS - v * WARP_CHANNELS
+            for x in values:
+                x = dsl_store.where_negative(beyond, Float32(0.0), x)
+                square = dsl.fma(x, x, square)
+        for mask in (1, 2, 4, 8, 16):
+            square = square + dsl.shuffle_xor_f32(square, Int32(mask))
+        mean = dsl_store.mul_rn(square, norm.inverse_size)
+        scale = dsl_store.rsqrt(dsl_store.add_rn(mean, norm.eps))
+        table = rotary.cos_sin + position * rotary.row
+        chunks = []
+        for v, values in enumerate(compressed):
+            channel = lane * LANE_CHANNELS + v * WARP_CHANNELS
+            near = dsl_store.min_s32(channel, head_size - LANE_CHANNELS)
+            normed = self._normed(norm, near, values, scale)
+            own = self._rotated(rotary, table, near - (head_size - 2 * rotary.pairs), normed)
+            other = [dsl.shuffle_xor_b32(word, Int32(1)) for word in own]
+            # Even lanes have the first half of a chunk. Lanes past the row have zeros.
+            odd = -(lane & 1)
+            words = [dsl_store.where_negative(odd, b, a) for a, b in zip(own, other, strict=True)]
+            words += [dsl_store.where_negative(odd, a, b) for a, b in zip(own, other, strict=True)]
+            beyond = head_size - 1 - channel
+            chunks.append([dsl_store.where_negative(beyond, Int32(0), w) for w in words])
+        return chunks
+
+    def _normed(self, norm: Norm, channel: Int32, values, scale: Float32):
+        at = norm.weight + Int64(channel) * norm.element
+        weights = [table_value(at + i * norm.element, norm.is_bf16) for i in range(LANE_CHANNELS)]
+        return [
+            dsl_store.mul_rn(dsl_store.mul_rn(x, scale), weight)
+            for x, weight in zip(values, weights, strict=True)
+        ]
+
+    def _rotated(self, rotary: Rotary, table: Int64, first: Int32, x):
+        """Words of bf16 pairs; ``first``: the first element's number among the rotated ones."""
+        words = []
+        for k in range(0, LANE_CHANNELS, 2):
+            pair = dsl_store.clamp_s32((first + k) >> 1, rotary.pairs - 1)
+            at = table + Int64(pair) * rotary.element
+            cos = table_value(at, rotary.is_bf16)
+            sin = table_value(at + Int64(rotary.pairs) * rotary.element, rotary.is_bf16)
+            turned = rotated_pair(x[k], x[k + 1], cos, sin)
+            kept = dsl.pack_bf16x2(x[k], x[k + 1])
+            words.append(dsl_store.where_negative(first + k, kept, turned))
+        return words
+
+    def _largest(self, words) -> Int32:
+        """A chunk's amax in both halves."""
+        largest = largest_of(words)
+        return halves_joined(largest, largest)
+
+    @cute.jit
+    def _store(
+        self,
+        cache: Cache,
+        values: Int64,
+        scales: Int64,
+        channel: Int32,
+        codes,
+        scale_codes: Int32,
+    ):
+        """A lane's part of the row: one word of codes, and a scale where it leads those of one."""
+        if const_expr(self.quantizer.row_scale):
+            # Of the chunk's two words an even lane has the first.
+            word = dsl_store.where_negative(-(channel & LANE_CHANNELS), codes[1], codes[0])
+            self._store_word(cache, values + channel, word)
+            if channel == 0:
+                self._store_word(cache, scales, (scale_codes & 0xFF) << 23)
+        else:
+            if channel % CHUNK == 0:
+                self._store_word(cache, values + (channel >> 1), codes[0])
+            if channel % 32 == 0:
+                dsl_store.st_global_b8(scales + (channel >> 5), scale_codes)
+
+    @cute.jit
+    def _store_word(self, cache: Cache, at: Int64, word: Int32):
+        if cache.aligned != 0:
+            dsl.st_global_b32(at, word)
+        else:
+            for i in cutlass.range_constexpr(4):
+                dsl_store.st_global_b8(at + i, word >> (8 * i))
+
+    @cute.jit
+    def _is_repeated(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32, slot: Int64) -> bool:
+        """In a short call: whether a later token completes a row for this slot."""
+        found = Int32(0)
+        if tokens.owner == 0:
+            lane = cute.arch.lane_idx()
+            last = tokens.tokens - 1
+            for start in cutlass.range(token + 1, tokens.tokens, 32 * _BATCH, unroll=1):
+                places = [start + lane + 32 * k for k in range(_BATCH)]
+                slots = [mSlots[dsl_store.min_s32(place, last)] for place in places]
+                for k in cutlass.range_constexpr(_BATCH):
+                    if slots[k] == slot and places[k] <= last:
+                        found = found | completes(mSlots, tokens, places[k], slot)
+            found = dsl.warp_max_b32(found)
+        return found != 0
+
+    @cute.jit
+    def _owns(self, tokens: Tokens, token: Int32, slot: Int64) -> bool:
+        """In a long call: whether the slot is this token's. Asked as late as possible, because the
+        answer comes from the kernel before this one."""
+        owner = token
+        if tokens.owner != 0:
+            cute.arch.griddepcontrol_wait()
+            owner = dsl_store.ld_global_b32(tokens.owner + slot * 4)
+        return owner == token

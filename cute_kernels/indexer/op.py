@@ -1,0 +1,286 @@
+"""Host side of the indexer's kernels: can they serve a call, and launching them.
+
+A launch is prepared once for calls that differ in addresses only (`prepared.py` keeps
+them). No DSL import at module level: ``why_not`` serves planners and CPU-only machines too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.arch import current_device, device_arch
+from cute_kernels.compile.obtain import launcher
+from cute_kernels.compile.plans import CompileUnit
+from cute_kernels.indexer.arguments import IndexerK, IndexerQ
+from cute_kernels.indexer.config import (
+    CHUNK,
+    MAX_HEAD_SIZE,
+    Q_THREADS,
+    SCANNED_TOKENS,
+    TARGETS,
+    IndexerClaimConfig,
+    k_config,
+    kernel_name,
+    q_config,
+)
+from cute_kernels.indexer.formats import HEAD_MULTIPLE
+from cute_kernels.store.op import are_multiples, divisor
+
+_INT32_MAX = 2**31 - 1
+_MAX_PARTS = 65535
+# With fewer tokens an SM each warp (or CTA) looks at one, so that none has two rows to make.
+_TOKENS_PER_SM, _LONG_TOKENS_PER_SM = 8, 2
+_CLAIM = IndexerClaimConfig()
+
+
+def why_not(call: IndexerQ | IndexerK) -> str | None:
+    """Why the kernels cannot serve this call, or None; reads shapes only."""
+    if call.positions.device.type != "cuda":
+        return f"tensors are on {call.positions.device.type}, the kernels run on cuda"
+    arch = device_arch(call.positions.device.index)
+    if arch.target not in TARGETS:
+        major, minor = arch.capability
+        return f"compute capability {major}.{minor}, the kernels are compiled for {TARGETS}"
+    if call.head_size > MAX_HEAD_SIZE:
+        return f"head size {call.head_size}, the kernels take up to {MAX_HEAD_SIZE}"
+    if call.cos_sin_cache.shape[0] == 0:
+        return "cos_sin_cache without any position"
+    return _why_not_q(call) if isinstance(call, IndexerQ) else _why_not_k(call)
+
+
+def _why_not_q(call: IndexerQ) -> str | None:
+    tokens, heads, head_size = call.index_q.shape
+    if tokens > _INT32_MAX or heads * head_size > _INT32_MAX or heads > _MAX_PARTS:
+        return f"index_q {tuple(call.index_q.shape)}: beyond 2^31 elements a token or 2^16 heads"
+    return None
+
+
+def _why_not_k(call: IndexerK) -> str | None:
+    for name in ("state_cache", "state_block_table"):
+        if getattr(call, name).numel() == 0:
+            return f"{name} is empty"
+    blocks, block_size = call.k_cache.shape[:2]
+    if blocks * block_size > _INT32_MAX or call.slot_mapping.shape[0] > _INT32_MAX:
+        return "slots or tokens beyond 2^31"
+    if (1 + call.overlap) * call.compress_ratio > _INT32_MAX:
+        return f"compress_ratio {call.compress_ratio}: windows beyond 2^31 rows"
+    return None
+
+
+class QLaunch(NamedTuple):
+    """A launch of Q but for the addresses. shapes: of codes and scales (None: none)."""
+
+    function: Callable[..., None]
+    device: torch.device
+    heads: tuple[int, int]
+    codes: tuple[torch.dtype, tuple[int, ...]]
+    scales: tuple[int, ...] | None
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    factors: tuple[float, float]
+
+    def go(
+        self, positions, index_q, cos_sin_cache, index_weights
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None:
+        """Launch on the device's current stream; None where index_q is not aligned."""
+        at_q = index_q.data_ptr()
+        if at_q % (2 * CHUNK):
+            return None
+        if self.device.index != current_device():
+            with torch.cuda.device(self.device):
+                return self.go(positions, index_q, cos_sin_cache, index_weights)
+        dtype, shape = self.codes
+        codes = torch.empty(shape, dtype=dtype, device=self.device)
+        weights = torch.empty(self.heads, dtype=torch.float32, device=self.device)
+        scales, at_scales = None, 0
+        if self.scales is not None:
+            scales = torch.empty(self.scales, dtype=torch.uint8, device=self.device)
+            at_scales = scales.data_ptr()
+        addresses = (
+            positions.data_ptr(), at_q, cos_sin_cache.data_ptr(), index_weights.data_ptr(),
+            codes.data_ptr(), at_scales,
+        )  # fmt: skip
+        self.function(weights, addresses, self.strides, self.sizes, self.factors)
+        return codes, scales, weights
+
+
+def aligned_queries(index_q: torch.Tensor) -> torch.Tensor:
+    """``index_q``, or a copy where its chunks do not allow 16-byte loads."""
+    dense = index_q.stride(2) == 1 and index_q.data_ptr() % (2 * CHUNK) == 0
+    if dense and are_multiples(index_q, CHUNK):
+        return index_q
+    return index_q.clone(memory_format=torch.contiguous_format)
+
+
+def prepare_q(call: IndexerQ) -> QLaunch:
+    """What launches calls like this one, whose index_q is as `aligned_queries` returns it."""
+    tokens, heads, head_size = call.index_q.shape
+    device = call.index_q.device
+    arch = device_arch(device.index)
+    storage = call.cache_format
+    config = q_config(storage, tokens * heads / arch.sm_count, arch.target)
+    groups, pairs = head_size // HEAD_MULTIPLE, call.cos_sin_cache.shape[1] // 2
+    half = (groups + 1) // 2
+    team = (half * HEAD_MULTIPLE // CHUNK - 1).bit_length()
+    heads_of_cta = (Q_THREADS >> team) * config.heads_per_thread
+    weight_size = call.index_weights.element_size()
+    table_size = call.cos_sin_cache.element_size()
+    strides = (
+        8 * call.positions.stride(0),
+        *(2 * stride for stride in call.index_q.stride()[:2]),
+        *(table_size * stride for stride in call.cos_sin_cache.stride()),
+        *(weight_size * stride for stride in call.index_weights.stride()),
+    )
+    sizes = (
+        tokens,
+        heads,
+        groups,
+        pairs,
+        team,
+        -(-heads // heads_of_cta),
+        int(head_size - 2 * pairs < half * HEAD_MULTIPLE),
+        call.cos_sin_cache.shape[0] - 1,
+        int(call.cos_sin_cache.dtype is torch.bfloat16),
+        int(call.index_weights.dtype is torch.bfloat16),
+    )
+    function = _compiled(kernel_name("q", arch.target), config, device, arch.target)
+    if call.use_fp4:
+        codes, scales = (torch.uint8, (tokens, heads, head_size // 2)), (tokens, heads, groups)
+    else:
+        codes, scales = (torch.float8_e4m3fn, (tokens, heads, head_size)), None
+    factors = (call.softmax_scale, call.head_scale)
+    return QLaunch(function, device, (tokens, heads), codes, scales, strides, sizes, factors)
+
+
+class KLaunch(NamedTuple):
+    """A launch of K but for the addresses: what follows them in the groups of `k_kernel`."""
+
+    function: Callable[..., None]
+    claim: Callable[..., None] | None
+    device: torch.device
+    capacity: int
+    tokens: tuple[int, ...]
+    state: tuple[Any, ...]
+    vectors: bool
+    table: tuple[int, ...]
+    rotary: tuple[int, ...]
+    norm: tuple[Any, ...]
+    cache: tuple[Any, ...]
+    aligned: bool
+
+    def go(
+        self, state_cache, token_to_seq, positions, slot_mapping, state_block_table, norm_weight,
+        cos_sin_cache, k_cache,
+    ) -> None:  # fmt: skip
+        """Launch on the device's current stream."""
+        if self.device.index != current_device():
+            with torch.cuda.device(self.device):
+                return self.go(
+                    state_cache, token_to_seq, positions, slot_mapping, state_block_table,
+                    norm_weight, cos_sin_cache, k_cache,
+                )  # fmt: skip
+        slots = slot_mapping.contiguous()
+        count, span, position, sequence, ratio = self.tokens
+        owner = None
+        if self.claim is not None:
+            owner = torch.empty(self.capacity, dtype=torch.int32, device=self.device)
+        tokens = (
+            count, span, positions.data_ptr(), position, token_to_seq.data_ptr(), sequence, ratio,
+            self.capacity, 0 if owner is None else owner.data_ptr(),
+        )  # fmt: skip
+        if self.claim is not None:
+            self.claim(slots, tokens)
+        at_state, at_cache = state_cache.data_ptr(), k_cache.data_ptr()
+        vector = int(self.vectors and at_state % 16 == 0)
+        self.function(
+            slots,
+            tokens,
+            (at_state, vector, *self.state, state_block_table.data_ptr(), *self.table),
+            (cos_sin_cache.data_ptr(), *self.rotary),
+            (norm_weight.data_ptr(), *self.norm),
+            (at_cache, int(self.aligned and at_cache % 4 == 0), *self.cache),
+        )
+        return None
+
+
+def prepare_k(call: IndexerK) -> KLaunch:
+    """What launches calls like this one."""
+    device, head_size = call.k_cache.device, call.head_size
+    arch = device_arch(device.index)
+    window, count = (1 + call.overlap) * call.compress_ratio, call.slot_mapping.shape[0]
+    config = k_config(call.cache_format.name, head_size, window, arch.target)
+    blocks, block_size = call.k_cache.shape[:2]
+    per_sm = _TOKENS_PER_SM if config.warps == 1 else _LONG_TOKENS_PER_SM
+    span = 1 if count <= per_sm * arch.sm_count else min(call.compress_ratio, 128)
+    table, norm_weight = call.cos_sin_cache, call.norm_weight
+    claim = None
+    if count > SCANNED_TOKENS:
+        claim = _compiled("indexer_claim", _CLAIM, device, arch.target)
+    values, scales = call.cache_format.row_parts(head_size)
+    dense = call.state_cache.stride(2) == 1 and are_multiples(call.state_cache, 4)
+    return KLaunch(
+        function=_compiled(kernel_name("k", arch.target), config, device, arch.target),
+        claim=claim,
+        device=device,
+        capacity=blocks * block_size,
+        tokens=(
+            count,
+            span,
+            8 * call.positions.stride(0),
+            4 * call.token_to_seq.stride(0),
+            call.compress_ratio,
+        ),
+        state=_state(call, window),
+        vectors=dense,
+        table=(
+            *(4 * stride for stride in call.state_block_table.stride()),
+            call.state_block_table.shape[0] - 1,
+            call.state_block_table.shape[1] - 1,
+        ),
+        rotary=(
+            *(table.element_size() * stride for stride in table.stride()),
+            table.shape[0] - 1,
+            table.shape[1] // 2,
+            int(table.dtype is torch.bfloat16),
+        ),
+        norm=(
+            norm_weight.element_size() * norm_weight.stride(0),
+            int(norm_weight.dtype is torch.bfloat16),
+            call.norm_eps,
+            1.0 / head_size,
+        ),
+        cache=(
+            call.k_cache.stride(0),
+            block_size * values,
+            values,
+            scales,
+            divisor(block_size),
+        ),
+        aligned=blocks == 1 or call.k_cache.stride(0) % 4 == 0,
+    )
+
+
+def _state(call: IndexerK, window: int) -> tuple[Any, ...]:
+    """The middle of `window.State`."""
+    state, head_size = call.state_cache, call.head_size
+    block, token, element = (4 * stride for stride in state.stride())
+    return (
+        block,
+        token,
+        element,
+        state.shape[2] // 2 * element,
+        call.overlap * head_size * element,
+        window,
+        call.compress_ratio,
+        head_size,
+        state.shape[0] - 1,
+        divisor(state.shape[1]),
+    )
+
+
+def _compiled(kernel: str, config: Any, device: torch.device, target: str) -> Callable[..., None]:
+    with torch.cuda.device(device):  # a kernel that is new to the process is loaded here
+        return launcher(CompileUnit(kernel, config, target))

@@ -1,0 +1,279 @@
+"""The indexer's Q kernel: RoPE, codes, scales and head weights.
+
+Shapes: q (tokens, heads, D) bf16, D a multiple of 32 up to 512, rows of 16-byte aligned chunks;
+positions (tokens,) int64; cos_sin (max_position, 2 * pairs) and weights (tokens, heads) float32 or
+bf16 of any strides. Out, dense: codes (tokens, heads, bytes), scales (tokens, heads, D / 32),
+weights (tokens, heads) float32.
+
+A team of lanes has a head. Each lane has two chunks of 8 elements: chunk i of the first and of the
+second half of the head's groups, so that with DeepSeek-V4's sizes (D 128, 64 rotated) every lane
+has 8 elements to rotate and 8 to leave, and no lane waits for another. Their two amax share a word
+in the reduction over lanes. A thread takes `heads_per_thread` heads of one token, which have one
+rotation, and loads the elements of all of them before it uses any.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels import dsl, dsl_store
+from cute_kernels.indexer.config import CHUNK, Q_THREADS, IndexerQConfig
+from cute_kernels.indexer.quantize import (
+    halves_joined,
+    inverse_scales,
+    largest_of,
+    largest_over_lanes,
+    quantizer,
+    rotated_pair,
+    scale_value,
+    table_value,
+)
+
+_PAIRS = CHUNK // 2
+_CHUNK_BYTES = 2 * CHUNK
+_GROUP_CHUNKS = 4
+# What brings a group, or a row of any size, together.
+_GROUP_MASKS, _WARP_MASKS = (1, 2), (1, 2, 4, 8, 16)
+
+
+class Addresses(NamedTuple):
+    positions: Int64
+    q: Int64
+    cos_sin: Int64
+    weights: Int64
+    codes: Int64
+    scales: Int64
+
+
+class Strides(NamedTuple):
+    """In bytes."""
+
+    position: Int64
+    q_token: Int64
+    q_head: Int64
+    table_row: Int64
+    table_element: Int64
+    weight_token: Int64
+    weight_head: Int64
+
+
+class Sizes(NamedTuple):
+    """groups: of 32 elements, of a head. pairs: rotated ones of a head. team: log2 of the lanes of
+    a head. parts: CTAs of a token. early: 1 where the first half has rotated elements too."""
+
+    tokens: Int32
+    heads: Int32
+    groups: Int32
+    pairs: Int32
+    team: Int32
+    parts: Int32
+    early: Int32
+    last_position: Int64
+    table_bf16: Int32
+    weights_bf16: Int32
+
+
+class Factors(NamedTuple):
+    softmax: Float32
+    head: Float32
+
+
+class Lane(NamedTuple):
+    """A lane's place among those of its head, the numbers of its two chunks within the head, and
+    whether they are its own (else they repeat another lane's, and are not stored)."""
+
+    lane: Int32
+    first: Int32
+    second: Int32
+    owns_first: Int32
+    owns_second: Int32
+
+
+class Places(NamedTuple):
+    """Addresses of a lane's codes and scales, were its head the token's first."""
+
+    first: Int64
+    second: Int64
+    first_scale: Int64
+    second_scale: Int64
+
+
+class IndexerQ:
+    def __init__(self, config: IndexerQConfig):
+        self.config = config
+        self.quantizer = quantizer(config.cache_format, config.e2m1_instruction)
+
+    @cute.jit
+    def __call__(
+        self,
+        mWeights: cute.Tensor,
+        at: Addresses,
+        strides: Strides,
+        sizes: Sizes,
+        factors: Factors,
+        stream,
+    ):
+        """mWeights: (tokens, heads), written; the other addresses and sizes come as numbers."""
+        self.kernel(mWeights, at, strides, sizes, factors).launch(
+            grid=(sizes.tokens, sizes.parts, 1),
+            block=(Q_THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mWeights: cute.Tensor,
+        at: Addresses,
+        strides: Strides,
+        sizes: Sizes,
+        factors: Factors,
+    ):
+        cute.arch.griddepcontrol_wait()
+        tid, _, _ = cute.arch.thread_idx()
+        token, part, _ = cute.arch.block_idx()
+        lane = self._lane(tid & ((Int32(1) << sizes.team) - 1), sizes)
+        teams, count = Int32(Q_THREADS) >> sizes.team, self.config.heads_per_thread
+        heads = [(part * count + i) * teams + (tid >> sizes.team) for i in range(count)]
+        # A head past the last is computed as the last, and not stored.
+        near = [dsl_store.min_s32(head, sizes.heads - 1) for head in heads]
+        words = [self._load(at, strides, lane, token, head) for head in near]
+        weights = [self._weight(at, strides, sizes, token, head) for head in near]
+        table = self._table_row(at, strides, sizes, token)
+        second = self._rotation(table, strides, sizes, lane.second)
+        places = self._places(at, sizes, token, lane)
+        for i in cutlass.range_constexpr(count):
+            first_words = self._rotated_early(words[i][:4], table, strides, sizes, lane)
+            second_words = self._rotated(words[i][4:], second, sizes, lane.second)
+            scale_codes = self._scale_codes(first_words, second_words, sizes)
+            in_range = heads[i] < sizes.heads
+            self._store(places, sizes, heads[i], lane, scale_codes, first_words, second_words)
+            if lane.lane == 0 and in_range:
+                weight = weights[i]
+                if const_expr(self.quantizer.row_scale):
+                    weight = dsl_store.mul_rn(weight, scale_value(scale_codes))
+                weight = dsl_store.mul_rn(dsl_store.mul_rn(weight, factors.softmax), factors.head)
+                mWeights[token, heads[i]] = weight
+
+    def _lane(self, lane: Int32, sizes: Sizes) -> Lane:
+        first_chunks = _GROUP_CHUNKS * ((sizes.groups + 1) >> 1)
+        chunks = _GROUP_CHUNKS * sizes.groups
+        return Lane(
+            lane,
+            dsl_store.min_s32(lane, first_chunks - 1),
+            dsl_store.min_s32(lane + first_chunks, chunks - 1),
+            Int32(lane < first_chunks),
+            Int32(lane + first_chunks < chunks),
+        )
+
+    def _load(self, at: Addresses, strides: Strides, lane: Lane, token: Int32, head: Int32):
+        """The words of both chunks."""
+        row = at.q + Int64(token) * strides.q_token + Int64(head) * strides.q_head
+        first = dsl_store.ld_global_b32x4(row + lane.first * _CHUNK_BYTES)
+        return [*first, *dsl_store.ld_global_b32x4(row + lane.second * _CHUNK_BYTES)]
+
+    def _weight(
+        self, at: Addresses, strides: Strides, sizes: Sizes, token: Int32, head: Int32
+    ) -> Float32:
+        place = at.weights + Int64(token) * strides.weight_token
+        return table_value(place + Int64(head) * strides.weight_head, sizes.weights_bf16)
+
+    def _places(self, at: Addresses, sizes: Sizes, token: Int32, lane: Lane) -> Places:
+        rows = Int64(token) * Int64(sizes.heads)
+        chunk = 4 * self.quantizer.code_words
+        codes = at.codes + rows * Int64(sizes.groups * (_GROUP_CHUNKS * chunk))
+        scales = at.scales + rows * Int64(sizes.groups)
+        return Places(
+            codes + lane.first * chunk,
+            codes + lane.second * chunk,
+            scales + (lane.first >> 2),
+            scales + (lane.second >> 2),
+        )
+
+    def _table_row(self, at: Addresses, strides: Strides, sizes: Sizes, token: Int32) -> Int64:
+        """cos and sin of the token; a position outside the table takes the nearest inside."""
+        position = dsl_store.ld_global_b64(at.positions + Int64(token) * strides.position)
+        position = dsl_store.clamp_s64(position, sizes.last_position)
+        return at.cos_sin + position * strides.table_row
+
+    def _first_pair(self, sizes: Sizes, chunk: Int32) -> Int32:
+        """The chunk's first pair among the rotated ones: negative where rotation has not begun."""
+        return chunk * _PAIRS - (sizes.groups * (_GROUP_CHUNKS * _PAIRS) - sizes.pairs)
+
+    def _rotation(self, table: Int64, strides: Strides, sizes: Sizes, chunk: Int32):
+        """(cos, sin) of the chunk's pairs; anything for those that are not rotated."""
+        first = self._first_pair(sizes, chunk)
+        pairs = [dsl_store.clamp_s32(first + k, sizes.pairs - 1) for k in range(_PAIRS)]
+        places = [table + Int64(pair) * strides.table_element for pair in pairs]
+        half = Int64(sizes.pairs) * strides.table_element
+        cos = [table_value(place, sizes.table_bf16) for place in places]
+        sin = [table_value(place + half, sizes.table_bf16) for place in places]
+        return cos, sin
+
+    def _rotated(self, words, rotation, sizes: Sizes, chunk: Int32):
+        first = self._first_pair(sizes, chunk)
+        turned = []
+        for k, (word, cos, sin) in enumerate(zip(words, *rotation, strict=True)):
+            new = rotated_pair(*dsl_store.bf16x2_to_f32(word), cos, sin)
+            turned.append(dsl_store.where_negative(first + k, word, new))
+        return turned
+
+    @cute.jit
+    def _rotated_early(self, words, table: Int64, strides: Strides, sizes: Sizes, lane: Lane):
+        """The first chunk, which most calls leave as it is."""
+        w0, w1, w2, w3 = words
+        if sizes.early != 0:
+            rotation = self._rotation(table, strides, sizes, lane.first)
+            w0, w1, w2, w3 = self._rotated([w0, w1, w2, w3], rotation, sizes, lane.first)
+        return [w0, w1, w2, w3]
+
+    def _scale_codes(self, first_words, second_words, sizes: Sizes) -> Int32:
+        """The codes of the scales of both chunks."""
+        largest = halves_joined(largest_of(first_words), largest_of(second_words))
+        if not self.quantizer.row_scale:
+            return self.quantizer.scale_codes(largest_over_lanes(largest, _GROUP_MASKS))
+        lanes = Int32(1) << sizes.team
+        masks = [dsl_store.below(Int32(mask), lanes) for mask in _WARP_MASKS]
+        largest = largest_over_lanes(halves_joined(largest, largest), masks)
+        return self.quantizer.scale_codes(largest)
+
+    @cute.jit
+    def _store(
+        self,
+        places: Places,
+        sizes: Sizes,
+        head: Int32,
+        lane: Lane,
+        scale_codes: Int32,
+        first_words,
+        second_words,
+    ):
+        """Quantize and store one head's chunks."""
+        inverse = inverse_scales(scale_codes)
+        first = self.quantizer.codes(first_words, inverse[0])
+        second = self.quantizer.codes(second_words, inverse[1])
+        if head < sizes.heads:
+            offset = Int64(head * (sizes.groups * (_GROUP_CHUNKS * 4 * self.quantizer.code_words)))
+            if lane.owns_first != 0:
+                self._store_codes(places.first + offset, first)
+            if lane.owns_second != 0:
+                self._store_codes(places.second + offset, second)
+            if const_expr(not self.quantizer.row_scale):
+                offset = Int64(head * sizes.groups)
+                leads = lane.lane % _GROUP_CHUNKS == 0
+                # One byte a group.
+                if leads and lane.owns_first != 0:
+                    dsl_store.st_global_b8(places.first_scale + offset, scale_codes)
+                if leads and lane.owns_second != 0:
+                    dsl_store.st_global_b8(places.second_scale + offset, scale_codes >> 16)
+
+    def _store_codes(self, place: Int64, words):
+        if len(words) == 1:
+            dsl.st_global_b32(place, words[0])
+        else:
+            dsl.st_global_b32x2(place, *words)

@@ -1,0 +1,216 @@
+"""From a window of compressor states to one row: a softmax over the window in each channel.
+
+A warp takes `WINDOW_ROWS` rows at a time, all loads before the first use; lane l has the channels
+4 l .. 4 l + 3 (with more vectors, also those 128 further on). The softmax is a running one, in
+base 2: maximum, sum and weighted sum are rescaled when the maximum grows. Warps that share a window
+leave theirs in shared memory, and the first warp joins them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels import dsl, dsl_store
+from cute_kernels.indexer.config import (
+    LANE_CHANNELS,
+    WARP_CHANNELS,
+    WINDOW_ROWS,
+    IndexerKConfig,
+)
+from cute_kernels.store.kernel import Divisor, divided
+
+_NEG_INF_BITS = -(1 << 23)
+_ROW_BYTES = 4 * WARP_CHANNELS
+
+
+class State(NamedTuple):
+    """Compressor states and their block table: addresses and strides in bytes.
+
+    vector: 1 where a lane may load 16 bytes at once. width: bytes from entries to scores. window:
+    its rows; from `late_rows` on their columns begin `late` bytes further on.
+    """
+
+    state: Int64
+    vector: Int32
+    block: Int64
+    token: Int64
+    element: Int64
+    width: Int64
+    late: Int64
+    window: Int32
+    late_rows: Int32
+    head_size: Int32
+    last_block: Int32
+    block_tokens: Divisor
+    table: Int64
+    table_row: Int64
+    table_column: Int64
+    last_sequence: Int32
+    last_column: Int32
+
+
+class Row(NamedTuple):
+    """What a token completes: the window up to its position in its sequence."""
+
+    position: Int64
+    sequence: Int32
+
+
+class Softmax(NamedTuple):
+    """Of a channel: maximum of the scores, sum of the weights, weighted sum of the entries."""
+
+    top: Float32
+    total: Float32
+    value: Float32
+
+
+def finite_or_zero(top: Float32) -> Float32:
+    """What exponents are taken relative to: without any score, 0."""
+    return dsl_store.where_negative_infinite(top, Float32(0.0))
+
+
+def weight(score: Float32, reference: Float32) -> Float32:
+    return dsl.exp2((score - reference) * dsl.LOG2_E)
+
+
+class Compressor:
+    def __init__(self, config: IndexerKConfig):
+        self.config = config
+
+    def allocate(self) -> Int32:
+        """Address of `config.shared_floats` in shared memory."""
+        if self.config.shared_floats == 0:
+            return Int32(0)
+        allocator = cutlass.memory.SmemAllocator()
+        floats = allocator.allocate_array(Float32, self.config.shared_floats, byte_alignment=128)
+        return floats.toint()
+
+    @cute.jit
+    def compress(self, state: State, row: Row, shared: Int32):
+        """The compressed channels of each lane, by vector; right in the first of several warps."""
+        tid, _, _ = cute.arch.thread_idx()
+        warp = Int32(0)
+        if const_expr(self.config.warps > 1):
+            warp = tid >> 5
+        empty = (dsl.NEG_INF, 0.0, 0.0)
+        channels = [
+            [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
+            for _ in range(self.config.vectors)
+        ]
+        batches = cute.ceil_div(state.window, WINDOW_ROWS)
+        for batch in cutlass.range(warp, batches, self.config.warps, unroll=1):
+            address, exists = self._addresses(state, row, batch * WINDOW_ROWS)
+            for v in cutlass.range_constexpr(self.config.vectors):
+                channels[v] = self._batch(state, address, exists, v, channels[v])
+        if const_expr(self.config.warps > 1):
+            channels = self._joined(shared, warp, channels)
+        return [
+            [Float32(one.value / one.total) for one in channels[v]]
+            for v in range(self.config.vectors)
+        ]
+
+    @cute.jit
+    def _addresses(self, state: State, row: Row, first: Int32):
+        """In lane l: the address of row first + l of the window (of an existing one for l of 8 or
+        more, or before position 0), and ones where it exists, else 0."""
+        index = first + cute.arch.lane_idx() % WINDOW_ROWS
+        at = row.position - Int64(state.window - 1 - index)
+        exists = Int32(0)
+        if index < state.window and at >= 0:
+            exists = Int32(-1)
+        # Of the window's positions the last exists: what does not is read there, and dropped.
+        near = Int32(dsl_store.clamp_s64(at, Int64(2**31 - 1)))
+        if exists == 0:
+            near = Int32(dsl_store.clamp_s64(row.position, Int64(2**31 - 1)))
+        column, token = divided(near, state.block_tokens)
+        sequence = dsl_store.clamp_s32(row.sequence, state.last_sequence)
+        entry = state.table + Int64(sequence) * state.table_row
+        column = dsl_store.min_s32(column, state.last_column)
+        block = dsl_store.ld_global_b32(entry + Int64(column) * state.table_column)
+        block = dsl_store.clamp_s32(block, state.last_block)
+        address = state.state + Int64(block) * state.block + Int64(token) * state.token
+        if index >= state.late_rows:
+            address = address + state.late
+        return address, exists
+
+    def _batch(self, state: State, address: Int64, exists: Int32, v: int, channels):
+        """The channels of one vector after the rows that `_addresses` found."""
+        channel = v * WARP_CHANNELS + cute.arch.lane_idx() * LANE_CHANNELS
+        # Lanes past the row load channels of others, and are not stored.
+        channel = dsl_store.min_s32(channel, state.head_size - LANE_CHANNELS)
+        offset = Int64(channel) * state.element
+        rows = []
+        for r in range(WINDOW_ROWS):
+            at = dsl_store.shuffle_b64(address, Int32(r)) + offset
+            entries = self._load(state, at)
+            rows.append((entries, self._load(state, at + state.width)))
+        entries, scores = [], []
+        for r, (words, score_words) in enumerate(rows):
+            keep = dsl.shuffle_from_lane(exists, Int32(r))
+            entries.append([dsl.bits_to_f32(x & keep) for x in words])
+            missing = ~keep & _NEG_INF_BITS
+            scores.append([dsl.bits_to_f32(x & keep | missing) for x in score_words])
+        return [
+            self._with_rows(one, [row[i] for row in entries], [row[i] for row in scores])
+            for i, one in enumerate(channels)
+        ]
+
+    @cute.jit
+    def _load(self, state: State, at: Int64):
+        a, b, c, d = (Int32(0), Int32(0), Int32(0), Int32(0))
+        if state.vector != 0:
+            a, b, c, d = dsl_store.ld_global_b32x4(at)
+        else:
+            a = dsl_store.ld_global_b32(at)
+            b = dsl_store.ld_global_b32(at + state.element)
+            c = dsl_store.ld_global_b32(at + 2 * state.element)
+            d = dsl_store.ld_global_b32(at + 3 * state.element)
+        return a, b, c, d
+
+    def _with_rows(self, one: Softmax, entries, scores) -> Softmax:
+        top = one.top
+        for score in scores:
+            top = dsl.fmax(top, score)
+        reference = finite_or_zero(top)
+        old = weight(one.top, reference)
+        total, value = one.total * old, one.value * old
+        for entry, score in zip(entries, scores, strict=True):
+            new = weight(score, reference)
+            total, value = total + new, dsl.fma(new, entry, value)
+        return Softmax(top, total, value)
+
+    @cute.jit
+    def _joined(self, shared: Int32, warp: Int32, channels):
+        """All warps' channels as one, in the first warp."""
+        lane = cute.arch.lane_idx()
+        warp_bytes = 3 * self.config.vectors * _ROW_BYTES
+        own = shared + warp * warp_bytes + lane * (4 * LANE_CHANNELS)
+        # Not before the first warp has read those of the window before.
+        cute.arch.sync_threads()
+        for v in cutlass.range_constexpr(self.config.vectors):
+            for field in cutlass.range_constexpr(3):
+                x = [one[field] for one in channels[v]]
+                dsl.st_shared_f32x4(own + (3 * v + field) * _ROW_BYTES, *x)
+        cute.arch.sync_threads()
+        if warp == 0:
+            for v in cutlass.range_constexpr(self.config.vectors):
+                for other in cutlass.range(1, self.config.warps, unroll=1):
+                    at = shared + other * warp_bytes + lane * (4 * LANE_CHANNELS)
+                    parts = [
+                        dsl.ld_shared_f32x4(at + (3 * v + field) * _ROW_BYTES) for field in range(3)
+                    ]
+                    channels[v] = [
+                        self._merged(one, Softmax(*(part[i] for part in parts)))
+                        for i, one in enumerate(channels[v])
+                    ]
+        return channels
+
+    def _merged(self, a: Softmax, b: Softmax) -> Softmax:
+        top = dsl.fmax(a.top, b.top)
+        reference = finite_or_zero(top)
+        of_a, of_b = weight(a.top, reference), weight(b.top, reference)
+        return Softmax(top, a.total * of_a + b.total * of_b, a.value * of_a + b.value * of_b)

@@ -1,0 +1,164 @@
+"""What the benchmarks of kernels that only move and convert bytes share.
+
+A provider's results are compared with the torch reference first. Times are medians of interleaved
+rounds of CUDA-graph replays (perf/README.md) that rotate over input and output sets of more than
+400 MB in all where 32 sets suffice. A copy moves the bytes that a case must read and write, half in
+each direction: its rate is the ceiling of a case (`read_ceiling_tb_per_s` in the rows).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from perf.command import begin, finish
+from perf.inputs import MAX_SETS, ROTATED_BYTES
+from perf.rows import OK, Machine, Measurement, make_row, make_workload
+from perf.timing import Contender, Timing, calls_per_graph, time_host, time_rotating, time_single
+
+OURS, BASELINE, COPY = "cute_kernels", "triton_baseline", "torch_copy"
+
+
+class Case(Protocol):
+    """name: unique. moved_bytes: that must be read or written."""
+
+    seed: int
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def moved_bytes(self) -> int: ...
+
+    def workload(self) -> dict[str, Any]: ...
+
+
+class Benchmark(NamedTuple):
+    """make_arguments: of one call, from a case and a generator. bind: a provider's call of them.
+    check: a provider on a case against the reference; without OK it is not timed."""
+
+    make_arguments: Callable[[Any, torch.Generator], Any]
+    bind: Callable[[str, Any], Callable[[], object]]
+    check: Callable[[str, Any], Measurement]
+
+
+def select(cases: Sequence[Any], patterns: tuple[str, ...]) -> list[Any]:
+    """Cases whose name contains one of the patterns; all of them without any.
+
+    Raises:
+        ValueError: a pattern that no case matches.
+    """
+    for pattern in patterns:
+        if not any(pattern in case.name for case in cases):
+            raise ValueError(f"no case matches {pattern!r}; known: {[c.name for c in cases]}")
+    return [c for c in cases if not patterns or any(pattern in c.name for pattern in patterns)]
+
+
+def copies(case: Case, sets: int) -> tuple[Callable[[], object], ...]:
+    """Copies that read and write `moved_bytes` in all, one for each set."""
+    size = max(16, case.moved_bytes // 2)
+    sources = [torch.empty(size, dtype=torch.uint8, device="cuda").random_() for _ in range(sets)]
+    return tuple(partial(torch.empty_like(x).copy_, x) for x in sources)
+
+
+def measure(
+    benchmark: Benchmark, case: Case, rounds: int
+) -> tuple[dict[str, Measurement], dict[str, object], Timing]:
+    """Check, then time, all providers; with the timing part of the workload, and the copy."""
+    results = {provider: benchmark.check(provider, case) for provider in (OURS, BASELINE)}
+    sets = min(MAX_SETS, -(-ROTATED_BYTES // case.moved_bytes))
+    generator = torch.Generator("cuda").manual_seed(case.seed)
+    arguments = [benchmark.make_arguments(case, generator) for _ in range(sets)]
+    right = [name for name, result in results.items() if result.status == OK]
+    contenders = [Contender(p, tuple(benchmark.bind(p, one) for one in arguments)) for p in right]
+    contenders.append(Contender(COPY, copies(case, sets)))
+    rotating, single = time_rotating(contenders, rounds), time_single(contenders, rounds)
+    host = time_host(contenders)
+    for i, name in enumerate(right):
+        results[name] = Measurement(OK, results[name].rel_error, rotating[i], single[i], host[i])
+    method = {
+        "timing": "cuda graph, median",
+        "input_sets": sets,
+        "calls_per_graph": calls_per_graph(sets),
+        "rotated_bytes": ROTATED_BYTES,
+        "rounds": rounds,
+    }
+    return results, method, rotating[-1]
+
+
+def run(
+    benchmark: Benchmark, cases: Sequence[Case], machine: Machine, rounds: int
+) -> list[dict[str, Any]]:
+    """Rows of all cases and providers."""
+    rows = []
+    for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
+        results, method, copy = measure(benchmark, case, rounds)
+        workload = make_workload(case, machine, method)
+        ceiling = case.moved_bytes / copy.median_us / 1e6
+        for name, result in results.items():
+            moved = case.moved_bytes
+            rows.append(make_row(name, case, result, workload, machine, ceiling, moved))
+    return rows
+
+
+def print_report(rows: list[dict[str, Any]]) -> None:
+    """A line a case: our time, its share of the copy's rate, the baseline's time."""
+    table = Table(box=None, padding=(0, 1))
+    for title in ("case", "us", "min..max", "TB/s", "of copy", "1/graph", "host us", "Triton us"):
+        table.add_column(title, justify="left" if title == "case" else "right", no_wrap=True)
+    by_case: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["provider"]] = row
+    for case, of in by_case.items():
+        ours, theirs = of[OURS], of[BASELINE]
+        triton = theirs["status"] if theirs["median_us"] is None else f"{theirs['median_us']:.2f}"
+        if ours["median_us"] is None:
+            table.add_row(case, ours["status"][:60], *[""] * 5, triton[:20])
+            continue
+        table.add_row(
+            case,
+            f"{ours['median_us']:.2f}",
+            f"{ours['min_us']:.2f}..{ours['max_us']:.2f}",
+            f"{ours['tb_per_s']:.2f}",
+            f"{ours['pct_of_ceiling']:.0f}%",
+            f"{ours['single_call_us']:.1f}",
+            f"{ours['host_us']:.0f}",
+            triton[:20],
+        )
+    Console(width=118).print(table)
+    first = rows[0]
+    click.echo(f"{first['gpu']}, driver {first['driver']}, {first['date']}")
+
+
+def command(
+    module: str,
+    about: str,
+    select_cases: Callable[[tuple[str, ...]], Sequence[Case]],
+    benchmark: Benchmark,
+) -> click.Command:
+    """The command of a benchmark's module."""
+
+    @click.command(help=about)
+    @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
+    @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
+    @click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
+    @click.option("--commit", help="what to record where there is no git repository")
+    def main(
+        cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str | None
+    ) -> None:
+        try:
+            chosen = select_cases(cases)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        machine = begin(module, commit)
+        finish(run(benchmark, chosen, machine, rounds), json_path, print_report)
+
+    return main
