@@ -191,3 +191,36 @@ def perplexity(file: ResultFile) -> Plot | None:
         if row["kv_cache_dtype"] != BASELINE
     ]
     return Plot(f"{file.label}.svg", {"rows": rows}, _draw_perplexity) if rows else None
+
+
+def _draw_accuracy(data: Mapping[str, Any], path: Path, metadata: Mapping[str, str | None]) -> None:
+    models = list(dict.fromkeys(line["model"] for line in data["lines"]))
+    dtypes = list(dict.fromkeys(line["kv_cache_dtype"] for line in data["lines"]))
+    figure = _figure(9, 4)
+    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
+    panels[0].set_ylabel("relative error of hidden states")
+    for axes, model in zip(panels, models, strict=True):
+        for line in data["lines"]:
+            if line["model"] == model:
+                errors, dtype = line["layer_errors"], line["kv_cache_dtype"]
+                color = f"C{dtypes.index(dtype)}"
+                axes.plot(range(1, len(errors) + 1), errors, color=color, label=dtype)
+        axes.set_yscale("log")
+        axes.set_xlabel("layer")
+        axes.set_title(model)
+    panels[-1].legend(fontsize=8)
+    figure.savefig(path, metadata=metadata)
+
+
+def accuracy(file: ResultFile) -> Plot | None:
+    """Errors behind each layer, by model."""
+    lines = [
+        {
+            "model": row["model"],
+            "kv_cache_dtype": row["kv_cache_dtype"],
+            "layer_errors": [float(f"{error:.3g}") for error in row["layer_errors"]],
+        }
+        for row in file.rows
+        if "layer_errors" in row
+    ]
+    return Plot(f"{file.label}.svg", {"lines": lines}, _draw_accuracy) if lines else None

@@ -285,24 +285,6 @@ def perplexity_table(file: ResultFile) -> str:
     return markdown([*header, "perplexity, keys rotated", "change, keys rotated"], lines)
 
 
-def perplexity_summary(file: ResultFile) -> str:
-    """A line a KV cache dtype, a column a model and way of keys: its perplexity, then changes."""
-    ways = list(dict.fromkeys((row["model"], row["rotate_keys"]) for row in file.rows))
-    ways.sort(key=lambda way: [row["model"] for row in file.rows].index(way[0]))
-    lines: dict[str, list[str]] = {}
-    for dtype in dict.fromkeys(row["kv_cache_dtype"] for row in file.rows):
-        for model, rotated in ways:
-            cells = [
-                f"{row['perplexity']:.3f}" if dtype == BASELINE else _change(row)
-                for row in file.rows
-                if (row["kv_cache_dtype"], row["model"], row["rotate_keys"])
-                == (dtype, model, rotated)
-            ]
-            lines.setdefault(dtype, [f"`{dtype}`"]).append(cells[0] if cells else "")
-    titles = [f"{model}, keys rotated" if rotated else model for model, rotated in ways]
-    return markdown(["KV cache", *titles], lines.values())
-
-
 def store_summary(file: ResultFile) -> str:
     """A line a number of tokens, a column a dtype: us, share of the copy, ratio to each rival."""
     dtypes = list(dict.fromkeys(row["kv_cache_dtype"] for row in file.rows))
