@@ -35,8 +35,8 @@ def figure(estimate: Row | None, scale: float = 1.0, sign: str = "") -> str:
     value, error = (scale * (estimate[name] or 0.0) for name in ("value", "standard_error"))
     digits = max(0, 1 - math.floor(math.log10(error))) if error else 2
     shown = f"{value:{sign}.{digits}f}"
-    # Of one block, one prompt or one text no error is known.
-    return shown if estimate["standard_error"] is None else f"{shown} +- {error:.{digits}f}"
+    # One block tells no error, nor do values that are all the same: none of 80 texts is not never.
+    return f"{shown} +- {error:.{digits}f}" if error else shown
 
 
 def accuracy_lines(rows: Sequence[Row]) -> list[list[str]]:

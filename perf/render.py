@@ -158,10 +158,10 @@ KINDS = (
         title="Accuracy: real models by KV cache dtype",
         read=_read_json,
         table=accuracy_table,
-        about="Against a bf16 cache, on the same tokens, +- one standard error: over blocks of "
-        "128 tokens for decoders, which neighbours that are alike do not make too small, over "
-        "prompts for greedy tokens, over texts for embeddings.",
-        details="KL: of the next token's distribution from that with a bf16 cache. Greedy tokens: "
+        about="Against a bf16 cache on the same tokens, +- one standard error, over blocks of 128 "
+        "tokens: neighbours are alike, and errors that take them as independent are too small.",
+        details="Of greedy tokens the error is over prompts, of embeddings over texts; where none differs "
+        "none is shown, which n texts cannot tell from 3 / n. KL: of the next token's distribution from that with a bf16 cache. Greedy tokens: "
         "the mean number, by prompt, before the first that differs. Error: of the hidden states, "
         "relative, behind the last layer; the plot has all layers. MiniLM is an embedding model: "
         "its keys and values go through the cache's pages, and 1 - cosine is of its embedding.",

@@ -236,7 +236,8 @@ def test_the_table_has_a_line_a_dtype_and_errors_with_two_digits(rows):
     estimate = {"value": 0.123456, "standard_error": 0.00347}
     assert accuracy_sections.figure(estimate) == "0.1235 +- 0.0035"
     assert accuracy_sections.figure(estimate, 100, "+") == "+12.35 +- 0.35"
-    assert accuracy_sections.figure({"value": 1.0, "standard_error": None}) == "1.00"
+    for unknown in (None, 0.0):
+        assert accuracy_sections.figure({"value": 1.0, "standard_error": unknown}) == "1.00"
 
 
 def test_two_runs_on_the_same_tokens_agree_within_noise_or_are_named(rows):
