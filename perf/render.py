@@ -28,6 +28,7 @@ from perf.sections import (
     load_table,
     perplexity_table,
     provenance,
+    serving_summary,
     serving_table,
     source,
     standing,
@@ -150,7 +151,10 @@ KINDS = (
         table=serving_table,
         about="Attention and store over all layers of a model on one device, per step of a fixed "
         "trace (`perf/trace.py`): sequences that decode, sequences that verify draft tokens, and "
-        "chunks of prompts. Each kind of layer is timed alone and counted as often as it occurs.",
+        "chunks of prompts. Each kind of layer is timed alone and counted as often as it occurs. "
+        "A bf16 cache is read by the prefill kernel, which does not split keys: its times are what "
+        "this project has, not what a decode kernel for bf16 would take.",
+        brief=serving_summary,
     ),
     Kind(name="load", title="Loading kernels from a bundle", read=_read_load, table=load_table),
     Kind(
@@ -160,11 +164,12 @@ KINDS = (
         table=accuracy_table,
         about="Against a bf16 cache on the same tokens, +- one standard error, over blocks of 128 "
         "tokens: neighbours are alike, and errors that take them as independent are too small.",
-        details="Of greedy tokens the error is over prompts, of embeddings over texts; where none differs "
-        "none is shown, which n texts cannot tell from 3 / n. KL: of the next token's distribution from that with a bf16 cache. Greedy tokens: "
-        "the mean number, by prompt, before the first that differs. Error: of the hidden states, "
-        "relative, behind the last layer; the plot has all layers. MiniLM is an embedding model: "
-        "its keys and values go through the cache's pages, and 1 - cosine is of its embedding.",
+        details="Of greedy tokens the error is over prompts, of embeddings over texts; where none "
+        "differs none is shown, which n texts cannot tell from 3 / n. KL: of the next token's "
+        "distribution from that with a bf16 cache. Greedy tokens: the mean number, by prompt, "
+        "before the first that differs. Error: of the hidden states, relative, behind the last "
+        "layer; the plot has all layers. MiniLM is an embedding model: its keys and values go "
+        "through the cache's pages, and 1 - cosine is of its embedding.",
         plot=plots.accuracy,
         brief=accuracy_summary,
         between=agreement,
