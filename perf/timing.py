@@ -119,8 +119,8 @@ def time_single(contenders: Sequence[Contender], rounds: int = 20) -> list[Timin
     return [Timing.of(values) for values in samples]
 
 
-def time_host(contenders: Sequence[Contender], rounds: int = 5, calls: int = 30) -> list[float]:
-    """Median microseconds that the host spends on one eager call.
+def time_host(contenders: Sequence[Contender], rounds: int = 50, calls: int = 20) -> list[float]:
+    """Median microseconds that the host spends on one eager call, over all calls.
 
     A few calls at a time, so that the launch queue never fills: a full queue would make the host
     wait for the device.
@@ -130,10 +130,11 @@ def time_host(contenders: Sequence[Contender], rounds: int = 5, calls: int = 30)
         for i in _turns(len(contenders), turn):
             own = contenders[i].calls
             torch.cuda.synchronize()
-            start = time.perf_counter()
             for n in range(calls):
-                own[n % len(own)]()
-            samples[i].append((time.perf_counter() - start) / calls * 1e6)
+                call = own[n % len(own)]
+                start = time.perf_counter()
+                call()
+                samples[i].append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
     return [statistics.median(values) for values in samples]
 

@@ -15,7 +15,14 @@ import torch
 
 from cute_kernels.attention import route_sm90
 from cute_kernels.attention.arguments import AttentionProblem, validate
-from cute_kernels.attention.prepared import PREPARED, launch_again, say_nothing
+from cute_kernels.attention.prepared import (
+    PREPARED,
+    find_launch,
+    launch_again,
+    new_lse,
+    new_output,
+    say_nothing,
+)
 from cute_kernels.reference.attention import attention_reference
 
 
@@ -104,7 +111,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, k_descale, v_descale,
             s_aux, out,
         )  # fmt: skip
-        key, launch = PREPARED.find(
+        key, launch = find_launch(
             tensors,
             (max_seqlen_q, max_seqlen_k),
             (softmax_scale, causal, window_size, softcap, return_softmax_lse, num_splits,
@@ -138,16 +145,10 @@ def run(
     reason = route_sm90.can_run(problem)
     if reason is not None:
         return _run_reference(problem, reason)
-    out = (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device) if problem.out is None else problem.out
-    )
-    lse = None
-    if problem.return_lse:
-        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    out = new_output(q) if problem.out is None else problem.out
+    lse = new_lse(q) if problem.return_lse else None
     if q.numel() and problem.cu_seqlens_q.shape[0] > 1:
-        route_sm90.run(problem, out, lse)
-        if key is not None:
-            PREPARED.keep(key, route_sm90.prepare(problem, out))
+        PREPARED.keep(key, route_sm90.run(problem, out, lse))
     return out if lse is None else (out, lse)
 
 
@@ -206,10 +207,8 @@ def _traced(problem: AttentionProblem, max_seqlen_q, max_seqlen_k):
     same reason it gets the caller's max_seqlen_q, not the smaller bound of the traced shapes.
     """
     p, q = problem, problem.q
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if p.out is None else p.out
-    lse = None
-    if p.return_lse:
-        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    out = new_output(q) if p.out is None else p.out
+    lse = new_lse(q) if p.return_lse else None
     bound_q = q.shape[0] if isinstance(max_seqlen_q, torch.Tensor) else max_seqlen_q
     bound_k = max_seqlen_k
     if max_seqlen_k is None or isinstance(max_seqlen_k, torch.Tensor):

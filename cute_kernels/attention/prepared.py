@@ -1,10 +1,4 @@
-"""Calls that were made before with other addresses: validated and planned once.
-
-A serving engine makes one call per layer and step, and most are alike in all but the addresses.
-Validation, the choice of a kernel and its launch arguments depend on shapes, strides, dtypes,
-devices and scalars alone, so the second such call finds them here. They took 27 of the 73 us of an
-eager call (H200 host, 2026-11-30); what is left has not been measured.
-"""
+"""``flash_attn_varlen_func`` again, at other addresses: see ``cute_kernels/prepared.py``."""
 
 from __future__ import annotations
 
@@ -14,14 +8,10 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.arguments import OTHER_ARGUMENTS
-from cute_kernels.attention.common.operands import address_of
+from cute_kernels.attention.common.launches import Launch
+from cute_kernels.prepared import PreparedCalls
 
-# Batch sizes times block-table widths times variants; a trace of growing shapes starts anew.
-_MAX_CALLS = 4096
-
-
-def _facts(x: torch.Tensor | None) -> tuple | None:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+PREPARED = PreparedCalls()
 
 
 def say_nothing(others: dict[str, Any]) -> bool:
@@ -29,51 +19,22 @@ def say_nothing(others: dict[str, Any]) -> bool:
     return OTHER_ARGUMENTS.issuperset(others) and all(x is None for x in others.values())
 
 
-def call_key(
+def find_launch(
     tensors: tuple[torch.Tensor | None, ...], bounds: tuple[Any, Any], scalars: tuple
-) -> Hashable | None:
-    """What a call's plan depends on, or None for a call that has to be looked at.
+) -> tuple[Hashable | None, Launch | None]:
+    """(key, launch) as of ``PreparedCalls.find``.
 
-    tensors: q first. bounds: max_seqlen_q and max_seqlen_k. The latter does not choose anything, so
-    it is checked here and left out: it grows with every step.
+    bounds: max_seqlen_q and max_seqlen_k. The latter does not choose anything, so it is checked
+    here and left out: it grows with every step.
     """
-    if type(tensors[0]) is not torch.Tensor or torch.compiler.is_compiling():
-        return None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return None
     max_q, max_k = bounds
     if type(max_q) is not int or not (max_k is None or (type(max_k) is int and max_k >= 0)):
-        return None
-    return (max_q, *map(_facts, tensors), *map(type, scalars), *scalars)
-
-
-class PreparedCalls:
-    """Launches by call key; what is not hashable or no tensor has no key."""
-
-    def __init__(self) -> None:
-        self._launches: dict[Hashable, Any] = {}
-
-    def find(self, *call: Any) -> tuple[Hashable | None, Any]:
-        """(key, launch) of a call; see ``call_key``. No key: not to be kept either."""
-        try:
-            key = call_key(*call)
-            return key, None if key is None else self._launches.get(key)
-        except (AttributeError, TypeError):
-            return None, None
-
-    def keep(self, key: Hashable | None, launch: Any) -> None:
-        if key is None or launch is None:
-            return
-        if len(self._launches) >= _MAX_CALLS:
-            self._launches.clear()
-        self._launches[key] = launch
-
-
-PREPARED = PreparedCalls()
+        return None, None
+    return PREPARED.find(tensors, (max_q, *scalars))
 
 
 def launch_again(
-    launch: Any, tensors: tuple[torch.Tensor | None, ...], return_lse: bool
+    launch: Launch, tensors: tuple[torch.Tensor | None, ...], return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
     """Make a prepared call with these tensors; None where their addresses are not aligned.
 
@@ -85,25 +46,37 @@ def launch_again(
     if (at_q | at_k | at_v) & 15:
         return None
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = new_output(q)
     at_out = out.data_ptr()
     if at_out & 7:
         return None
-    lse = None
-    if return_lse:
-        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    lse = new_lse(q) if return_lse else None
     launch.go(
-        at_q,
-        at_k,
-        at_v,
-        at_out,
-        address_of(lse),
-        address_of(sinks),
-        address_of(k_descale),
-        address_of(v_descale),
-        cu_q.data_ptr(),
-        address_of(used_k),
-        address_of(cu_k),
-        address_of(table),
+        cu_q,
+        (
+            at_q,
+            at_k,
+            at_v,
+            at_out,
+            0 if lse is None else lse.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            0 if k_descale is None else k_descale.data_ptr(),
+            0 if v_descale is None else v_descale.data_ptr(),
+            0 if used_k is None else used_k.data_ptr(),
+            0 if cu_k is None else cu_k.data_ptr(),
+            0 if table is None else table.data_ptr(),
+        ),
     )
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)
+
+
+def new_output(q: torch.Tensor) -> torch.Tensor:
+    """Uninitialised, of q's shape and dtype, contiguous."""
+    # Half the time of torch.empty, whose arguments are parsed one by one.
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def new_lse(q: torch.Tensor) -> torch.Tensor:
+    """Uninitialised (Hq, total_q) float32."""
+    tokens, heads, _ = q.shape
+    return torch.empty_strided((heads, tokens), (tokens, 1), dtype=torch.float32, device=q.device)

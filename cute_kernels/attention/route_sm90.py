@@ -14,6 +14,7 @@ import torch
 
 from cute_kernels.arch import device_arch
 from cute_kernels.attention.arguments import AttentionProblem
+from cute_kernels.attention.common.launches import Launch, Launches
 from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90 import op as decode_sm90
 from cute_kernels.attention.prefill_sm90 import op as prefill_sm90
@@ -69,21 +70,16 @@ def can_run(problem: AttentionProblem) -> str | None:
     return decode_sm90.can_run(problem) or prefill_sm90.can_run(problem)
 
 
-def run(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def run(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch | None:
     """Launch what the problem needs; see the kernels' ``run``."""
-    chosen = _route_of(problem)
+    chosen, launches = _route_of(problem), []
     if chosen.prefill:
-        prefill_sm90.run(problem, out, lse, chosen.rows)
+        launches.append(prefill_sm90.run(problem, out, lse, chosen.rows))
     if chosen.decode:
-        decode_sm90.run(problem, out, lse, chosen.rows)
-
-
-def prepare(problem: AttentionProblem, out: torch.Tensor) -> decode_sm90.Launch | None:
-    """The launch that serves such a problem, where it is a single one of the decode kernel."""
-    chosen = _route_of(problem)
-    if chosen.prefill or not chosen.decode:
+        launches.append(decode_sm90.run(problem, out, lse, chosen.rows))
+    if None in launches:
         return None
-    return decode_sm90.prepare(problem, out, chosen.rows)
+    return launches[0] if len(launches) == 1 else Launches(tuple(launches))
 
 
 def _route_of(problem: AttentionProblem) -> Route:

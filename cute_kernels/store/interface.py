@@ -6,10 +6,15 @@ export, fake tensors) go through the custom op ``torch.ops.cute_kernels.reshape_
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
+from cute_kernels.prepared import PreparedCalls
 from cute_kernels.reference import store as reference
 from cute_kernels.store import op
+
+PREPARED = PreparedCalls()
 
 
 def reshape_and_cache(
@@ -62,6 +67,9 @@ def reshape_and_cache(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale,
         v_scale_layout,
     )  # fmt: skip
+    key_of_call, launch = _find(arguments)
+    if launch is not None and launch.go(*arguments[:5], k_scale, v_scale):
+        return
     storage = _check(*arguments)
     if torch.compiler.is_compiling() or type(key) is not torch.Tensor:
         _check_no_grad(*arguments)
@@ -71,7 +79,17 @@ def reshape_and_cache(
             *arguments[:6], k_tensor, v_tensor, k_float, v_float, v_scale_layout
         )
     else:
-        _run(op.StoreCall(*arguments, storage))
+        PREPARED.keep(key_of_call, _run(op.StoreCall(*arguments, storage)))
+
+
+def _find(arguments: tuple) -> tuple[Hashable | None, op.StoreLaunch | None]:
+    """(key, launch) as of ``PreparedCalls.find``."""
+    tensors, scalars = list(arguments[:5]), list(arguments[5:])
+    for i in (1, 2):  # the scales
+        if isinstance(scalars[i], torch.Tensor):
+            tensors.append(scalars[i])
+            scalars[i] = None
+    return PREPARED.find(tensors, tuple(scalars))
 
 
 def _check(*arguments) -> str:
@@ -101,10 +119,10 @@ def _check_no_grad(*arguments) -> None:
         )
 
 
-def _run(call: op.StoreCall) -> None:
+def _run(call: op.StoreCall) -> op.StoreLaunch | None:
     if call.key.device.type != "cuda":
         reference.reshape_and_cache(*call[:-1])
-        return
+        return None
     reason = op.can_run(call)
     if reason is not None:
         raise NotImplementedError(
@@ -112,7 +130,7 @@ def _run(call: op.StoreCall) -> None:
             "cute_kernels.reference.store.reshape_and_cache does it in torch, slowly and with a "
             "host synchronisation"
         )
-    op.run(call)
+    return op.run(call)
 
 
 # ---- traced calls ------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ No DSL import at module level: ``can_run`` serves planners and CPU-only machines
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -69,36 +71,86 @@ def can_run(call: StoreCall) -> str | None:
     return None
 
 
-def run(call: StoreCall) -> None:
-    """Launch on key's device and the current stream: no host synchronisation, graph-capturable."""
+def run(call: StoreCall) -> StoreLaunch | None:
+    """Launch on key's device and the current stream: no host synchronisation, graph-capturable.
+
+    Returns:
+        The launch, which serves other addresses as well; None where there was nothing to do or
+        operands were copied.
+    """
     if not call.slot_mapping.shape[0] or not call.key[0].numel() or not call.key_cache.numel():
-        return
-    index = call.key.device.index
-    if index == current_device():
-        _launch(call, index)
-    else:
-        with torch.cuda.device(index):
-            _launch(call, index)
-
-
-def _launch(call: StoreCall, index: int) -> None:
-    target = device_arch(index).target
-    config = make_config(call.kv_cache_dtype, _X_DTYPE_NAMES[call.key.dtype], target)
+        return None
     slots = call.slot_mapping.contiguous()
+    key, value = (_aligned(x, slots.shape[0]) for x in (call.key, call.value))
+    launch = _plan(call._replace(key=key, value=value, slot_mapping=slots))
+    launch.go(key, value, call.key_cache, call.value_cache, slots, call.k_scale, call.v_scale)
+    copied = slots is not call.slot_mapping or key is not call.key or value is not call.value
+    return None if copied else launch
+
+
+def _plan(call: StoreCall) -> StoreLaunch:
+    device, tokens = call.key.device, call.slot_mapping.shape[0]
+    arch = device_arch(device.index)
+    config = make_config(call.kv_cache_dtype, _X_DTYPE_NAMES[call.key.dtype], arch.target)
     capacity = call.key_cache.shape[0] * call.key_cache.shape[1]
-    tokens = slots.shape[0]
-    key, value = (_aligned(x, tokens) for x in (call.key, call.value))
-    sides = (
-        _side(key, call.key_cache, call.k_scale, call.storage),
-        _side(value, call.value_cache, call.v_scale, call.storage),
+    claim = None
+    with torch.cuda.device(device):  # a kernel that is new to the process is loaded here
+        function = launcher(CompileUnit(kernel_name(arch.target), config, arch.target))
+        if tokens > SCANNED_TOKENS:
+            claim = launcher(CompileUnit("store_claim", _CLAIM, arch.target))
+    return StoreLaunch(
+        function,
+        claim,
+        device,
+        side_plan(call.key, call.key_cache, call.k_scale, call.storage),
+        side_plan(call.value, call.value_cache, call.v_scale, call.storage),
+        _shape(call, tokens, capacity, arch.sm_count),
+        tokens,
+        capacity,
     )
-    owner = None
-    if tokens > SCANNED_TOKENS:
-        owner = torch.empty(capacity, dtype=torch.int32, device=slots.device)
-        claim = launcher(CompileUnit("store_claim", _CLAIM, target))
-        claim(slots, tokens, capacity, owner.data_ptr())
-    launch = launcher(CompileUnit(kernel_name(target), config, target))
-    launch(slots, *sides, _shape(call, tokens, capacity, owner, device_arch(index).sm_count))
+
+
+@dataclass(frozen=True)
+class StoreLaunch:
+    """What is launched for a call, but for the addresses.
+
+    claim: launched before, in long calls; shape: ``kernel.Shape`` without the owner's address.
+    """
+
+    function: Callable
+    claim: Callable | None
+    device: torch.device
+    key: SidePlan
+    value: SidePlan
+    shape: tuple
+    tokens: int
+    capacity: int
+
+    def go(self, key, value, key_cache, value_cache, slots, k_scale, v_scale) -> bool:
+        """Launch on the device's current stream; False, and nothing, where ``key`` or ``value``
+        do not allow 16-byte loads or the caches are one."""
+        at_key, at_value = key.data_ptr(), value.data_ptr()
+        at_key_cache, at_value_cache = key_cache.data_ptr(), value_cache.data_ptr()
+        if (at_key | at_value) & 15 or at_key_cache == at_value_cache:
+            return False
+        sides = (
+            self.key.at(at_key, at_key_cache, k_scale),
+            self.value.at(at_value, at_value_cache, v_scale),
+        )
+        if self.device.index == current_device():
+            self._go(slots, sides)
+        else:
+            with torch.cuda.device(self.device):
+                self._go(slots, sides)
+        return True
+
+    def _go(self, slots: torch.Tensor, sides: tuple[tuple, tuple]) -> None:
+        owner = 0
+        if self.claim is not None:
+            owners = torch.empty(self.capacity, dtype=torch.int32, device=self.device)
+            owner = owners.data_ptr()
+            self.claim(slots, self.tokens, self.capacity, owner)
+        self.function(slots, *sides, (*self.shape[:-1], owner, self.shape[-1]))
 
 
 def _aligned(x: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -113,48 +165,56 @@ def _are_multiples(x: torch.Tensor, elements: int) -> bool:
     return not any(size > 1 and stride % elements for size, stride in pairs)
 
 
-def _side(x: torch.Tensor, cache: torch.Tensor, scale: float | torch.Tensor, storage: str) -> tuple:
-    """``kernel.Side`` of keys or values."""
-    data = data_token = data_head = block_scale = scale_token = scale_head = 0
+class SidePlan(NamedTuple):
+    """``kernel.Side`` of keys or values, but for the addresses.
+
+    block_scale: bytes from the data to the block scales; rows: those allow vector stores where the
+    data's address is a multiple of ``alignment``. scale: the stride between heads' scales, and the
+    scale where it is a number.
+    """
+
+    x: tuple[int, int]
+    data: tuple[int, int]
+    block_scale: int
+    strides: tuple[int, int, int]
+    scale: tuple[int, float]
+    rows: bool
+    alignment: int
+
+    def at(self, x: int, data: int, scale: float | torch.Tensor) -> tuple:
+        vector = int(self.rows and data % self.alignment == 0)
+        at_scale = scale.data_ptr() if isinstance(scale, torch.Tensor) else 0
+        block_scale = data + self.block_scale
+        addresses_and_strides = (x, *self.x, data, *self.data, block_scale, *self.strides)
+        return (*addresses_and_strides, at_scale, *self.scale, vector)
+
+
+def side_plan(
+    x: torch.Tensor, cache: torch.Tensor, scale: float | torch.Tensor, storage: str
+) -> SidePlan:
     if storage == "fp8_e4m3":
-        data, data_token, data_head = cache.data_ptr(), *cache.stride()[1:3]
-        aligned = data % 16 == 0 and _are_multiples(cache, 16)
+        alignment, block_scale, scale_strides = 16, 0, (0, 0)
+        data = cache.stride()[1:3]
+        rows = _are_multiples(cache, alignment)
     else:
+        alignment = 8
         _, tokens, heads, row = cache.shape
-        token, head = block_order(cache)
         groups = row // _NVFP4_BYTES
-        data, data_token, data_head = cache.data_ptr(), token * groups * 8, head * groups * 8
-        block_scale = data + tokens * heads * groups * 8
-        scale_token, scale_head = token * groups, head * groups
-        aligned = data % 8 == 0 and (cache.shape[0] == 1 or cache.stride(0) % 8 == 0)
-    at, head, value = 0, 0, 0.0
+        scale_strides = tuple(stride * groups for stride in block_order(cache))
+        data = tuple(stride * 8 for stride in scale_strides)
+        block_scale = tokens * heads * groups * 8
+        rows = cache.shape[0] == 1 or cache.stride(0) % alignment == 0
     if isinstance(scale, torch.Tensor):
-        at = scale.data_ptr()
-        head = 4 * scale.stride(0) if scale.numel() > 1 else 0
+        of_scale = (4 * scale.stride(0) if scale.numel() > 1 else 0, 0.0)
     else:
-        value = float(scale)
-    return (
-        x.data_ptr(),
-        x.stride(0) * 2,
-        x.stride(1) * 2,
-        data,
-        data_token,
-        data_head,
-        block_scale,
-        scale_token,
-        scale_head,
-        cache.stride(0),
-        at,
-        head,
-        value,
-        int(aligned),
-    )
+        of_scale = (0, float(scale))
+    strides = (*scale_strides, cache.stride(0))
+    x_strides = (x.stride(0) * 2, x.stride(1) * 2)
+    return SidePlan(x_strides, data, block_scale, strides, of_scale, rows, alignment)
 
 
-def _shape(
-    call: StoreCall, tokens: int, capacity: int, owner: torch.Tensor | None, sm_count: int
-) -> tuple:
-    """``kernel.Shape`` of a call."""
+def _shape(call: StoreCall, tokens: int, capacity: int, sm_count: int) -> tuple:
+    """``kernel.Shape`` of a call, without ``owner``."""
     _, heads, head_size = call.key.shape
     groups = head_size // GROUP
     swizzled = call.v_scale_layout == "sm100"
@@ -165,7 +225,6 @@ def _shape(
         divisor(call.key_cache.shape[1]),
         divisor(groups // 4) if swizzled else (0, 0, 0),
         capacity,
-        0 if owner is None else owner.data_ptr(),
         int(tokens * heads * groups >= BOTH_SIDES_THREADS * sm_count),
     )
 

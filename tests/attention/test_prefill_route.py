@@ -5,6 +5,7 @@ The plan is the kernel's own code, run as Python by tests/lanes.py.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from cute_kernels.arch import DeviceArch
 from cute_kernels.attention.arguments import validate
+from cute_kernels.attention.common import launches
 from cute_kernels.attention.decode_sm90.config import HEAD_SIZES, SMEM_BYTES_PER_CTA, row_buckets
 from cute_kernels.attention.prefill_sm90 import op
 from cute_kernels.attention.prefill_sm90.config import (
@@ -158,10 +160,12 @@ def launched(monkeypatch, inputs: dict, skip_rows: int) -> list[Any]:
     calls = []
     monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 132))
     monkeypatch.setattr(op, "compiled", lambda *variant: lambda *args: calls.append(args))
+    monkeypatch.setattr(launches, "current_device", lambda: None)  # a CPU tensor's index
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     problem = validate(**inputs)
-    op._launch(problem, torch.empty_like(problem.q), None, 0, skip_rows)
-    (call,) = calls
-    return list(call)
+    op.run(problem, torch.empty_like(problem.q), None, skip_rows)
+    ((offsets, addresses, *groups),) = calls
+    return [offsets, addresses, *map(tuple, groups)]
 
 
 def test_launch_arguments_of_a_paged_call(monkeypatch):

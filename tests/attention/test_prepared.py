@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cute_kernels import prepared as prepared_calls
 from cute_kernels.attention import interface, prepared
+from cute_kernels.attention.common.launches import Launches
 from cute_kernels.attention.interface import flash_attn_varlen_func
-from cute_kernels.attention.prepared import PreparedCalls, call_key
+from cute_kernels.prepared import PreparedCalls, call_key
 
 
 def arguments(seed: int = 0) -> dict:
@@ -34,19 +36,25 @@ class Launch:
     def __init__(self) -> None:
         self.calls = []
 
-    def go(self, *addresses: int) -> None:
-        self.calls.append(addresses)
+    def go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
+        self.calls.append((cu_q, operands))
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """The SM90 route without a GPU: (problems that were validated and run, prepared launch)."""
     problems, launch = [], Launch()
+
+    def run(problem, out, lse):
+        problems.append(problem)
+        return launch
+
     route = interface.route_sm90
     monkeypatch.setattr(route, "can_run", lambda problem: None)
-    monkeypatch.setattr(route, "run", lambda problem, out, lse: problems.append(problem))
-    monkeypatch.setattr(route, "prepare", lambda problem, out: launch)
-    monkeypatch.setattr(interface, "PREPARED", PreparedCalls())
+    monkeypatch.setattr(route, "run", run)
+    calls = PreparedCalls()
+    monkeypatch.setattr(interface, "PREPARED", calls)
+    monkeypatch.setattr(prepared, "PREPARED", calls)
     return problems, launch
 
 
@@ -59,10 +67,11 @@ def test_the_second_call_launches_at_its_own_addresses(kernels):
     for _ in range(2):
         out = flash_attn_varlen_func(**again)
     assert len(problems) == 1 and out is again["out"] and lse is None
-    names = ("q", "k", "v", "out", None, "s_aux", "k_descale", "v_descale", "cu_seqlens_q")
-    names += ("seqused_k", None, "block_table")
+    names = ("q", "k", "v", "out", None, "s_aux", "k_descale", "v_descale", "seqused_k", None)
+    names += ("block_table",)
     wanted = tuple(0 if name is None else again[name].data_ptr() for name in names)
-    assert launch.calls == [wanted, wanted]
+    assert [operands for _, operands in launch.calls] == [wanted, wanted]
+    assert all(cu_q is again["cu_seqlens_q"] for cu_q, _ in launch.calls)
 
 
 @torch.no_grad()
@@ -72,7 +81,7 @@ def test_results_are_allocated_as_asked(kernels):
     out, lse = flash_attn_varlen_func(**call)
     assert out.shape == (3, 4, 64) and out.dtype is torch.bfloat16 and out.is_contiguous()
     assert lse.shape == (4, 3) and lse.dtype is torch.float32
-    (addresses,) = kernels[1].calls
+    ((_, addresses),) = kernels[1].calls
     assert addresses[3:5] == (out.data_ptr(), lse.data_ptr())
 
 
@@ -190,18 +199,23 @@ def test_sinks_that_are_converted_are_converted_each_time(kernels):
 
 
 def test_what_has_no_key():
-    q = torch.zeros(1, 1, 64)
-    scalars = (None, False)
-    assert call_key((q, None), (1, None), scalars) is not None
-    assert call_key((torch.nn.Parameter(q),), (1, 1), scalars) is None
-    assert call_key((q,), (torch.tensor(1), 1), scalars) is None
-    assert call_key((q,), (1, torch.tensor(1)), scalars) is None
-    assert PreparedCalls().find((q, "no tensor"), (1, 1), scalars) == (None, None)
-    assert PreparedCalls().find((q,), (1, 1), ([1, 0],)) == (None, None)
+    q, none = torch.zeros(1, 1, 64), (None, None)
+    find = prepared.find_launch
+    assert find((q, None), (1, None), (None, False))[0] is not None
+    assert find((torch.nn.Parameter(q),), (1, 1), ()) == none
+    assert find((q,), (torch.tensor(1), 1), ()) == none
+    assert find((q,), (1, torch.tensor(1)), ()) == none
+    assert find((q, "no tensor"), (1, 1), ()) == none
+    assert find((q,), (1, 1), ([1, 0],)) == none
+
+
+def test_equal_numbers_of_other_types_are_other_calls():
+    keys = {call_key((), (x,)) for x in (1, 1.0, True)}
+    assert len(keys) == 3
 
 
 def test_a_long_list_starts_anew(monkeypatch):
-    monkeypatch.setattr(prepared, "_MAX_CALLS", 2)
+    monkeypatch.setattr(prepared_calls, "_MAX_CALLS", 2)
     calls = PreparedCalls()
     for key in "abc":
         calls.keep(key, key.upper())
@@ -209,3 +223,10 @@ def test_a_long_list_starts_anew(monkeypatch):
     calls.keep(None, "D")
     calls.keep("d", None)
     assert calls._launches == {"c": "C"}
+
+
+def test_launches_of_one_call_run_in_order():
+    launches = Launch(), Launch()
+    cu_q, operands = torch.zeros(2, dtype=torch.int32), tuple(range(11))
+    Launches(launches).go(cu_q, operands)
+    assert [launch.calls for launch in launches] == [[(cu_q, operands)]] * 2

@@ -11,8 +11,9 @@ from cute_kernels import reshape_and_cache
 from cute_kernels.arch import DeviceArch
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
+from cute_kernels.prepared import PreparedCalls
 from cute_kernels.reference import store as reference
-from cute_kernels.store import op
+from cute_kernels.store import interface, op
 from tests.store import retarget
 from tests.store.pools import Pool
 
@@ -39,6 +40,7 @@ def kernel(request, monkeypatch, tmp_path_factory) -> str:
 
     monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((10, 0), "sm_100a", 132))
     monkeypatch.setattr(op, "launcher", stand_in)
+    monkeypatch.setattr(interface, "PREPARED", PreparedCalls())
     return request.param
 
 

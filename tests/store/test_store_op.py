@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import cute_kernels
 from cute_kernels import reshape_and_cache
 from cute_kernels.arch import TARGETS, DeviceArch
 from cute_kernels.formats import KV_CACHE_DTYPES, ScaleSearch
+from cute_kernels.prepared import PreparedCalls
 from cute_kernels.reference import store as reference
 from cute_kernels.registry import store_contract, store_table_markdown
 from cute_kernels.store import config, interface, op
@@ -153,13 +155,18 @@ def test_division_by_multiplication():
                 assert divide(n, by) == n // d, (n, d)
 
 
+def operands(x: torch.Tensor, cache: torch.Tensor, scale, storage: str) -> tuple:
+    """`kernel.Side` of a call."""
+    return op.side_plan(x, cache, scale, storage).at(x.data_ptr(), cache.data_ptr(), scale)
+
+
 @pytest.mark.parametrize("pool", NVFP4_POOLS, ids=lambda pool: pool.id)
 def test_addresses_of_a_side(pool: Pool):
     """The kernel's address arithmetic on the launch arguments, against the byte map."""
     memory = pool.allocate()
     x = torch.zeros(3, pool.heads, pool.head_size).bfloat16()
     for side in (0, 1):
-        values = op._side(x, pool.side(memory, side), 1.0, "nvfp4")
+        values = operands(x, pool.side(memory, side), 1.0, "nvfp4")
         data, block_scale, page = values[3:6], values[6:9], values[9]
         for region, (at, token, head) in enumerate((data, block_scale)):
             for slot, h in ((0, 0), (pool.tokens + 3, pool.heads - 1)):
@@ -171,15 +178,15 @@ def test_addresses_of_a_side(pool: Pool):
 def test_operands_of_a_side():
     call = store_call(heads=3, dtype="fp8")
     x, cache = call.key, call.key_cache
-    assert op._side(x, cache, 0.25, "fp8_e4m3")[-4:] == (0, 0, 0.25, 1)
+    assert operands(x, cache, 0.25, "fp8_e4m3")[-4:] == (0, 0, 0.25, 1)
     one, per_head = torch.ones(1), torch.ones(6)[::2]
-    assert op._side(x, cache, one, "fp8_e4m3")[-4:-2] == (one.data_ptr(), 0)
-    assert op._side(x, cache, per_head, "fp8_e4m3")[-4:-2] == (per_head.data_ptr(), 8)
-    assert op._side(x, cache, one.expand(3), "fp8_e4m3")[-4:-2] == (one.data_ptr(), 0)
+    assert operands(x, cache, one, "fp8_e4m3")[-4:-2] == (one.data_ptr(), 0)
+    assert operands(x, cache, per_head, "fp8_e4m3")[-4:-2] == (per_head.data_ptr(), 8)
+    assert operands(x, cache, one.expand(3), "fp8_e4m3")[-4:-2] == (one.data_ptr(), 0)
     odd = torch.zeros(4 * 8 * 3 * 64 + 1, dtype=torch.uint8)[1:].view(4, 8, 3, 64)
-    assert op._side(x, odd, 1.0, "fp8_e4m3")[-1] == 0
+    assert operands(x, odd, 1.0, "fp8_e4m3")[-1] == 0
     alone = cache[:, :, :1].as_strided((4, 8, 1, 64), (cache.stride(0), cache.stride(1), 7, 1))
-    assert op._side(x, alone, 1.0, "fp8_e4m3")[-1] == 1, "the stride of one head says nothing"
+    assert operands(x, alone, 1.0, "fp8_e4m3")[-1] == 1, "the stride of one head says nothing"
 
 
 def test_inputs_are_copied_only_where_they_must_be():
@@ -196,8 +203,56 @@ def test_inputs_are_copied_only_where_they_must_be():
         assert copy.data_ptr() % 16 == 0
 
 
+class Kernel:
+    """In a kernel's place: what it is launched with."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def __call__(self, slots, key, value, shape) -> None:
+        self.calls.append((slots, key, value, shape))
+
+
+@pytest.fixture
+def kernel(monkeypatch, sm90):
+    """CPU tensors are stored by this."""
+    kernel = Kernel()
+    monkeypatch.setattr(interface, "PREPARED", PreparedCalls())
+    monkeypatch.setattr(op, "launcher", lambda unit: kernel)
+    monkeypatch.setattr(op, "can_run", lambda call: None)
+    monkeypatch.setattr(op, "current_device", lambda: None)  # a CPU tensor's index
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(interface, "_run", op.run)
+    return kernel
+
+
+def test_the_second_call_launches_at_its_own_addresses(kernel, monkeypatch):
+    call = store_call(k_scale=torch.ones(2), slot_mapping=torch.arange(3))
+    reshape_and_cache(*call[:-1])
+    checks = []
+    monkeypatch.setattr(interface, "_check", lambda *call: checks.append(call) or "nvfp4")
+    again = store_call(k_scale=torch.ones(2), slot_mapping=torch.arange(3))
+    again = again._replace(key=again.key + 1, value_cache=again.value_cache.clone())
+    reshape_and_cache(*again[:-1])
+    assert not checks
+    slots, key, value, shape = kernel.calls[1]
+    assert slots is again.slot_mapping and shape == kernel.calls[0][3]
+    assert key == operands(again.key, again.key_cache, again.k_scale, "nvfp4")
+    assert value == operands(again.value, again.value_cache, 1.0, "nvfp4")
+    shifted = torch.zeros(3 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(3, 2, 64)
+    for changes in (
+        {"k_scale": 1.0}, {"k_scale": torch.ones(1)}, {"v_scale": 2.0}, {"v_scale": 1},
+        {"kv_cache_dtype": "nvfp4_mse"}, {"slot_mapping": torch.arange(2)}, {"key": shifted},
+        {"key": again.key.half(), "value": again.value.half()}, {"v_scale_layout": "sm100"},
+        {"value_cache": again.key_cache},
+    ):  # fmt: skip
+        before = len(checks)
+        reshape_and_cache(*again._replace(**changes)[:-1])
+        assert len(checks) == before + 1, changes
+
+
 def test_long_calls_store_both_sides_a_thread():
-    few, many = (op._shape(store_call(), n, 32, None, 132)[-1] for n in (100, 50_000))
+    few, many = (op._shape(store_call(), n, 32, 132)[-1] for n in (100, 50_000))
     assert (few, many) == (0, 1)
 
 

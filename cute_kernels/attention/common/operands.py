@@ -14,9 +14,22 @@ from cute_kernels.attention.decode_sm90.config import box_tokens_for_page
 UNLIMITED = 1 << 30
 
 
-def address_of(x: torch.Tensor | None) -> int:
-    """The address a kernel takes for an operand: 0 where it is absent."""
-    return 0 if x is None else x.data_ptr()
+def operand_addresses(problem: AttentionProblem, q, k, v, out, lse) -> tuple[int, ...]:
+    """In the order of ``launches.py``."""
+    p = problem
+    rest = (lse, p.sinks, p.k_descale, p.v_descale, p.seqused_k, p.cu_seqlens_k, p.block_table)
+    return tuple(0 if x is None else x.data_ptr() for x in (q, k, v, out, *rest))
+
+
+def score_scalars(problem: AttentionProblem) -> tuple[float, float, int, int]:
+    """softmax_scale, softcap and the window's sides."""
+    left, right = problem.window_left, problem.window_right
+    return (
+        problem.softmax_scale,
+        problem.softcap,
+        UNLIMITED if left < 0 else left,
+        UNLIMITED if right < 0 else right,
+    )
 
 
 def cache_strides(cache: torch.Tensor) -> tuple[int, int, int]:

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
-from cute_kernels.arch import current_device, current_stream, device_arch
+from cute_kernels.arch import device_arch
 from cute_kernels.attention.arguments import AttentionProblem
-from cute_kernels.attention.common.counters import counters_for, workspace_for
+from cute_kernels.attention.common.launches import SplitKvLaunch, packed
 from cute_kernels.attention.common.operands import (
     UNLIMITED,
-    address_of,
     aligned_output,
     aligned_queries,
     cache_obstacle,
+    operand_addresses,
     operand_sizes,
     operand_strides,
+    score_scalars,
     some_keys,
 )
 from cute_kernels.attention.decode_sm90.config import (
@@ -89,88 +89,43 @@ def run(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     max_rows: int = UNLIMITED,
-) -> None:
+) -> SplitKvLaunch | None:
     """Launch on q's device and the current stream: no host synchronisation, graph-capturable.
 
     Writes ``out`` (q's shape and dtype) and, unless None, ``lse`` (Hq, total_q) float32. Rows of
     tokens past cu_seqlens_q[-1] are left as they are, and so are those of sequences with more than
     ``max_rows`` packed rows (query tokens x GQA group).
+
+    Returns:
+        The launch, which serves other addresses as well; None where operands were copied.
     """
     q, target_out = aligned_queries(problem.q), aligned_output(out)
     k, v = some_keys(problem, TILE_TOKENS)
     launch = _plan(problem, q, k, v, target_out, max_rows)
-    launch.go(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        target_out.data_ptr(),
-        address_of(lse),
-        address_of(problem.sinks),
-        address_of(problem.k_descale),
-        address_of(problem.v_descale),
-        problem.cu_seqlens_q.data_ptr(),
-        address_of(problem.seqused_k),
-        address_of(problem.cu_seqlens_k),
-        address_of(problem.block_table),
-    )
+    launch.go(problem.cu_seqlens_q, operand_addresses(problem, q, k, v, target_out, lse))
     if target_out is not out:
         out.copy_(target_out)
+    copied = q is not problem.q or k is not problem.k or target_out is not out
+    return None if copied else launch
 
 
-def prepare(problem: AttentionProblem, out: torch.Tensor, max_rows: int) -> Launch | None:
-    """What ``run`` launches for a problem like this one, at whatever addresses; None where it
-    copies operands."""
-    q = problem.q
-    if aligned_queries(q) is not q or aligned_output(out) is not out or problem.k.numel() == 0:
-        return None
-    return _plan(problem, q, problem.k, problem.v, out, max_rows)
-
-
-class Launch(NamedTuple):
-    """A launch but for the addresses: what depends on shapes, strides, dtypes and scalars."""
-
-    function: Callable
-    device: torch.device
-    ctas: int
-    workspace: int  # float32 elements
-    strides: tuple[int, ...]
-    sizes: tuple[int, ...]
-    scalars: tuple[float, ...]
-
-    def go(self, *addresses: int) -> None:
-        """Launch on the device's current stream; addresses in the order of kernel.Addresses."""
-        index = self.device.index
-        if index != current_device():
-            with torch.cuda.device(index):
-                self.go(*addresses)
-            return
-        stream = current_stream(index)
-        workspace = workspace_for(self.device, stream, self.workspace)
-        counters = counters_for(self.device, stream, self.ctas).data_ptr()
-        self.function(workspace, (*addresses, counters), self.strides, self.sizes, self.scalars)
-
-
-def _plan(problem: AttentionProblem, q, k, v, out, max_rows: int) -> Launch:
+def _plan(problem: AttentionProblem, q, k, v, out, max_rows: int) -> SplitKvLaunch:
     heads, head_size = q.shape[1:]
     page_size = None if problem.block_table is None else k.shape[1]
     packed_rows = min(problem.max_seqlen_q * (heads // k.shape[-2]), max_rows)
     config = _config(head_size, packed_rows, q.dtype, page_size)
     arch = device_arch(q.device.index)
     ctas = grid_ctas(config, arch.sm_count)
-    scalars = (
-        problem.softmax_scale,
-        problem.softcap,
-        UNLIMITED if problem.window_left < 0 else problem.window_left,
-        UNLIMITED if problem.window_right < 0 else problem.window_right,
-        ctas,
-        max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes)),
-        max_rows,
-    )
+    min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes))
     with torch.cuda.device(q.device):  # a kernel that is new to the process is loaded here
         function = compiled(config, arch.target)
+    arguments = packed(
+        operand_strides(problem, q, k, v, out),
+        operand_sizes(problem, k),
+        (*score_scalars(problem), ctas, min_tiles, max_rows),
+    )
     workspace = 2 * ctas * config.rows * (head_size + 1)
-    strides, sizes = operand_strides(problem, q, k, v, out), operand_sizes(problem, k)
-    return Launch(function, q.device, ctas, workspace, strides, sizes, scalars)
+    return SplitKvLaunch(function, q.device, arguments, workspace, ctas)
 
 
 @cache

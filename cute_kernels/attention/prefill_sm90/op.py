@@ -9,16 +9,17 @@ from functools import cache
 
 import torch
 
-from cute_kernels.arch import current_device, device_arch
+from cute_kernels.arch import device_arch
 from cute_kernels.attention.arguments import AttentionProblem
+from cute_kernels.attention.common.launches import KernelLaunch, packed
 from cute_kernels.attention.common.operands import (
-    UNLIMITED,
-    address_of,
     aligned_output,
     aligned_queries,
     cache_obstacle,
+    operand_addresses,
     operand_sizes,
     operand_strides,
+    score_scalars,
     some_keys,
 )
 from cute_kernels.attention.decode_sm90.config import box_tokens_for_page
@@ -73,45 +74,37 @@ def item_bound(problem: AttentionProblem) -> int:
 
 def run(
     problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None, skip_rows: int = 0
-) -> None:
+) -> KernelLaunch | None:
     """Launch on q's device and the current stream: no host synchronisation, graph-capturable.
 
     Writes ``out`` (q's shape and dtype) and, unless None, ``lse`` (Hq, total_q) float32. Rows of
     tokens past cu_seqlens_q[-1] are left as they are, and so are those of sequences with at most
     ``skip_rows`` packed rows (query tokens x GQA group).
+
+    Returns:
+        The launch, which serves other addresses as well; None where operands were copied.
     """
-    index = problem.q.device.index
-    if index == current_device():
-        _launch(problem, out, lse, index, skip_rows)
-    else:
-        with torch.cuda.device(index):
-            _launch(problem, out, lse, index, skip_rows)
-
-
-def _launch(problem: AttentionProblem, out, lse, index: int, skip_rows: int) -> None:
-    p = problem
-    q, target_out = aligned_queries(p.q), aligned_output(out)
-    k, v = some_keys(p, HALF_TOKENS)
-    page_size = None if p.block_table is None else k.shape[1]
-    config = _config(q.shape[2], q.dtype, k.dtype, page_size)
-    addresses = (q, k, v, target_out, lse, p.sinks, p.k_descale, p.v_descale,
-                 p.seqused_k, p.cu_seqlens_k, p.block_table)  # fmt: skip
-    compiled(config, device_arch(index).target)(
-        p.cu_seqlens_q,
-        tuple(map(address_of, addresses)),
-        operand_strides(p, q, k, v, target_out),
-        operand_sizes(p, k),
-        (
-            p.softmax_scale,
-            p.softcap,
-            UNLIMITED if p.window_left < 0 else p.window_left,
-            UNLIMITED if p.window_right < 0 else p.window_right,
-            skip_rows,
-            item_bound(p),
-        ),
-    )
+    q, target_out = aligned_queries(problem.q), aligned_output(out)
+    k, v = some_keys(problem, HALF_TOKENS)
+    launch = _plan(problem, q, k, v, target_out, skip_rows)
+    launch.go(problem.cu_seqlens_q, operand_addresses(problem, q, k, v, target_out, lse))
     if target_out is not out:
         out.copy_(target_out)
+    copied = q is not problem.q or k is not problem.k or target_out is not out
+    return None if copied else launch
+
+
+def _plan(problem: AttentionProblem, q, k, v, out, skip_rows: int) -> KernelLaunch:
+    page_size = None if problem.block_table is None else k.shape[1]
+    config = _config(q.shape[2], q.dtype, k.dtype, page_size)
+    with torch.cuda.device(q.device):  # a kernel that is new to the process is loaded here
+        function = compiled(config, device_arch(q.device.index).target)
+    arguments = packed(
+        operand_strides(problem, q, k, v, out),
+        operand_sizes(problem, k),
+        (*score_scalars(problem), skip_rows, item_bound(problem)),
+    )
+    return KernelLaunch(function, q.device, arguments)
 
 
 @cache

@@ -1,0 +1,79 @@
+"""What is launched for a call, but for the addresses: that depends on shapes and scalars alone.
+
+Addresses of operands are passed in this order: q, k, v, out, lse, sinks, k_descale, v_descale,
+seqused_k, cu_seqlens_k, block_table; 0 for what is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cute_kernels.arch import current_device, current_stream
+from cute_kernels.attention.common.counters import counters_for, workspace_for
+
+
+class Launch(Protocol):
+    def go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
+        """Launch on cu_q's device and its current stream; cu_q is (B + 1,) int32."""
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """The launch function of a kernel and its arguments past the addresses."""
+
+    function: Callable
+    device: torch.device
+    arguments: tuple
+
+    def go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
+        if self.device.index == current_device():
+            self._go(cu_q, operands)
+        else:
+            with torch.cuda.device(self.device):
+                self._go(cu_q, operands)
+
+    def _go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
+        # The tensor tells TVM-FFI on which device's stream to launch.
+        self.function(cu_q, operands, *self.arguments)
+
+
+@dataclass(frozen=True)
+class SplitKvLaunch(KernelLaunch):
+    """Of a kernel whose CTAs combine partial results.
+
+    workspace: float32 elements for them; counters: how many the CTAs wait on.
+    """
+
+    workspace: int
+    counters: int
+
+    def _go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
+        stream = current_stream(self.device.index)
+        counters = counters_for(self.device, stream, self.counters).data_ptr()
+        self.function(
+            workspace_for(self.device, stream, self.workspace),
+            (*operands[:8], cu_q.data_ptr(), *operands[8:], counters),
+            *self.arguments,
+        )
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Several for one call, in order."""
+
+    launches: tuple[Launch, ...]
+
+    def go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
+        for launch in self.launches:
+            launch.go(cu_q, operands)
+
+
+def packed(*groups: tuple) -> tuple:
+    """Groups of numbers in the form that a launch function takes without converting them."""
+    import tvm_ffi
+
+    return tuple(map(tvm_ffi.convert, groups))
