@@ -167,6 +167,10 @@ def test_windows_and_prompts_come_from_one_text():
     assert read.prompts[:, 0].tolist() == [0, 5, 10, 15] and read.prompts.shape == (4, 3)
     with pytest.raises(ClickException, match="the text has 19 tokens; asked for: 2 windows of 10"):
         accuracy.decoder_text(ids[:, :19], ids, size)
+    begun = accuracy.decoder_text(ids, ids, size, first=0)
+    assert begun.windows.tolist() == [[0, *range(1, 10)], [0, *range(10, 19)]]
+    assert begun.prompts[:, 0].tolist() == [0] * 4 and begun.prompts.shape == (4, 3)
+    assert begun.prompts[:, 1].tolist() == [1, 5, 9, 13]
     one = accuracy.about(read.windows, ids)
     assert one == accuracy.about(read.windows.clone(), ids)
     assert one["ids_sha256"] != accuracy.about(read.windows + 1, ids)["ids_sha256"]
