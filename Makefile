@@ -12,6 +12,7 @@ MODEL ?=
 MODEL_DIR ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+BENCH_OUT ?= perf/results
 PYTEST_ARGS ?=
 JOBS ?= 2
 TEST_TIMEOUT ?= 600
@@ -47,7 +48,7 @@ endif
 # Those tests pretend devices to vLLM; on a GPU machine it would take the real one.
 vllm := $(if $(filter 0,$(GPU)),vllm)
 
-.PHONY: help demo test test-gpu lint format bench clean
+.PHONY: help demo test test-gpu lint format bench bench-all clean
 
 help: ## list the targets
 	@echo "targets:"
@@ -56,7 +57,7 @@ help: ## list the targets
 	@echo "  PYTHON=...        interpreter: builds .venv, or is used as it is when it has torch"
 	@echo "  MODEL=...         demo: the other model, gemma3-270m"
 	@echo "  MODEL_DIR=...     demo: folder with a model file of yours, instead of the packaged one"
-	@echo "  DEMO_ARGS=... BENCH_ARGS=... PYTEST_ARGS=...   passed on"
+	@echo "  DEMO_ARGS=... BENCH_ARGS=... PYTEST_ARGS=...   passed on; BENCH_OUT=folder"
 	@echo "  GPU=0|1           which torch .venv gets (found here: $(GPU)); TORCH_CPU, TORCH_GPU and"
 	@echo "                    TORCH_CPU_INDEX say which release and from where"
 
@@ -79,6 +80,9 @@ format: $(call stamp,dev) ## rewrite the sources as the linter wants them
 
 bench: $(call stamp,bench) ## time the decode kernel against the Triton baseline (needs a GPU)
 	$(PY) -m perf.bench_decode $(BENCH_ARGS)
+
+bench-all: $(call stamp,bench) ## every measurement, into BENCH_OUT, compared with the committed (needs a GPU)
+	$(PY) -m perf.run_all --out $(BENCH_OUT)
 
 clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -63,13 +63,29 @@ class Size(NamedTuple):
 
 
 def decoder_text(
-    ids: torch.Tensor, calibration: torch.Tensor, size: Size
+    ids: torch.Tensor, calibration: torch.Tensor, size: Size, first: int | None = None
 ) -> accuracy_decoders.Text:
     """Windows from the beginning of the text; prompts evenly spread over what the windows hold.
+
+    Args:
+        ids, calibration: token ids (1, L).
+        first: the token that the model expects before any text and `ids` begin with: then windows
+            and prompts each begin with one, too, as such models always read it.
 
     Raises:
         ClickException: fewer tokens than are asked for.
     """
+    if first is not None:
+        ids = ids[:, 1:]
+        own = size._replace(
+            window_tokens=size.window_tokens - 1, prompt_tokens=size.prompt_tokens - 1
+        )
+        read = decoder_text(ids, calibration, own)
+        begun = (
+            torch.nn.functional.pad(rows, (1, 0), value=first)
+            for rows in (read.windows, read.prompts)
+        )
+        return accuracy_decoders.Text(*begun, *read[2:])
     needed = size.windows * size.window_tokens
     if ids.shape[1] < needed or needed < size.prompts * size.prompt_tokens:
         raise click.ClickException(
@@ -99,7 +115,8 @@ def measure_decoder(
         texts.encode(tokenizer, each).to(device) for each in (text, texts.CALIBRATION_TEXT)
     )
     rotate = MODELS[name].rotate_keys if rotate_keys is None else rotate_keys
-    read = decoder_text(ids, calibration, size)
+    first = tokenizer.bos_token_id if ids[0, 0] == tokenizer.bos_token_id else None
+    read = decoder_text(ids, calibration, size, first)
     chunk = CHUNK[device.type]
     rows = accuracy_decoders.measure(model, read, dtypes, rotate, chunk)
     return [size._asdict() | about(read.windows, calibration) | row for row in rows]

@@ -34,7 +34,9 @@ def figure(estimate: Row | None, scale: float = 1.0, sign: str = "") -> str:
         return ""
     value, error = (scale * (estimate[name] or 0.0) for name in ("value", "standard_error"))
     digits = max(0, 1 - math.floor(math.log10(error))) if error else 2
-    return f"{value:{sign}.{digits}f} +- {error:.{digits}f}"
+    shown = f"{value:{sign}.{digits}f}"
+    # One block tells no error, nor do values that are all the same: none of 80 texts is not never.
+    return f"{shown} +- {error:.{digits}f}" if error else shown
 
 
 def accuracy_lines(rows: Sequence[Row]) -> list[list[str]]:

@@ -25,7 +25,7 @@ from perf.rows import (
     OK,
     Machine,
     Measurement,
-    make_row,
+    make_rows,
     make_workload,
 )
 from perf.timing import (
@@ -104,18 +104,7 @@ def run(
     for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
         results, method = measure(case, providers, pool, rounds)
         workload = make_workload(case, machine, method)
-        rows += [
-            make_row(
-                name,
-                case,
-                measurement,
-                workload,
-                machine,
-                ceilings["read_tb_per_s"],
-                ceilings=ceilings,
-            )
-            for name, measurement in results.items()
-        ]
+        rows += make_rows(case, results, workload, machine, ceilings)
     return rows
 
 

@@ -30,7 +30,7 @@ from perf.rows import (
     OK,
     Machine,
     Measurement,
-    make_row,
+    make_rows,
     make_workload,
 )
 from perf.timing import (
@@ -104,18 +104,7 @@ def run(cases: list[PrefillCase], machine: Machine, rounds: int) -> list[dict[st
         pool = KVPool([case], "cuda")
         results, method = measure(case, pool, rounds)
         workload = make_workload(case, machine, method)
-        rows += [
-            make_row(
-                name,
-                case,
-                measurement,
-                workload,
-                machine,
-                ceilings["read_tb_per_s"],
-                ceilings=ceilings,
-            )
-            for name, measurement in results.items()
-        ]
+        rows += make_rows(case, results, workload, machine, ceilings)
     return rows
 
 

@@ -2,7 +2,7 @@
 
 Written for vLLM 0.33 and FlashInfer 0.7; imports happen in the bind functions, so a peer costs
 nothing where it is not installed. What cannot be captured in a graph (plans, scales on the host) is
-done when binding. None of them has been run on a GPU by this project yet but torch's.
+done when binding. Of them this project has run torch's on a GPU, no other yet.
 """
 
 from __future__ import annotations

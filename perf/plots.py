@@ -152,15 +152,25 @@ def store(file: ResultFile) -> Plot | None:
     return Plot(f"{file.label}.svg", {"title": title, "lines": [*lines.values()]}, _draw_store)
 
 
+def _panels(rows: Sequence[Mapping[str, Any]], label: str) -> tuple[Any, dict[str, Any]]:
+    """A figure with axes side by side, one for each model of some rows."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = _figure(9, 4)
+    panels = dict(
+        zip(models, figure.subplots(1, len(models), squeeze=False, sharey=True)[0], strict=True)
+    )
+    for model, axes in panels.items():
+        axes.set_title(model)
+    panels[models[0]].set_ylabel(label)
+    return figure, panels
+
+
 def _draw_perplexity(
     data: Mapping[str, Any], path: Path, metadata: Mapping[str, str | None]
 ) -> None:
-    models = list(dict.fromkeys(row["model"] for row in data["rows"]))
     dtypes = list(dict.fromkeys(row["kv_cache_dtype"] for row in data["rows"]))
-    figure = _figure(9, 4)
-    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
-    panels[0].set_ylabel("% change of perplexity, one standard error")
-    for axes, model in zip(panels, models, strict=True):
+    figure, panels = _panels(data["rows"], "% change of perplexity, one standard error")
+    for model, axes in panels.items():
         for rotated in (False, True):
             rows = _of(data["rows"], model, rotated)
             axes.errorbar(
@@ -173,7 +183,6 @@ def _draw_perplexity(
             )
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(dtypes)), dtypes, rotation=20, fontsize=8)
-        axes.set_title(model)
         axes.legend(fontsize=8)
     figure.savefig(path, metadata=metadata)
 
@@ -191,3 +200,32 @@ def perplexity(file: ResultFile) -> Plot | None:
         if row["kv_cache_dtype"] != BASELINE
     ]
     return Plot(f"{file.label}.svg", {"rows": rows}, _draw_perplexity) if rows else None
+
+
+def _draw_accuracy(data: Mapping[str, Any], path: Path, metadata: Mapping[str, str | None]) -> None:
+    dtypes = list(dict.fromkeys(line["kv_cache_dtype"] for line in data["lines"]))
+    figure, panels = _panels(data["lines"], "relative error of hidden states")
+    for model, axes in panels.items():
+        for line in data["lines"]:
+            if line["model"] == model:
+                errors, dtype = line["layer_errors"], line["kv_cache_dtype"]
+                color = f"C{dtypes.index(dtype)}"
+                axes.plot(range(1, len(errors) + 1), errors, color=color, label=dtype)
+        axes.set_yscale("log")
+        axes.set_xlabel("layer")
+        axes.legend(fontsize=8)
+    figure.savefig(path, metadata=metadata)
+
+
+def accuracy(file: ResultFile) -> Plot | None:
+    """Errors behind each layer, by model."""
+    lines = [
+        {
+            "model": row["model"],
+            "kv_cache_dtype": row["kv_cache_dtype"],
+            "layer_errors": [float(f"{error:.3g}") for error in row["layer_errors"]],
+        }
+        for row in file.rows
+        if "layer_errors" in row
+    ]
+    return Plot(f"{file.label}.svg", {"lines": lines}, _draw_accuracy) if lines else None

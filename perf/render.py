@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import click
 
 from perf import plots
+from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement
 from perf.rows import read_rows
 from perf.sections import (
     ResultFile,
@@ -26,9 +27,9 @@ from perf.sections import (
     demo_table,
     indexer_summary,
     load_table,
-    perplexity_summary,
     perplexity_table,
     provenance,
+    serving_summary,
     serving_table,
     source,
     standing,
@@ -83,7 +84,8 @@ class Kind(NamedTuple):
     """How a kind of result is read and shown.
 
     about, details: what its tables mean; the second for docs/performance.md only. brief: the
-    README's table; kinds without one stay out of it. timed: rows of `perf.rows`.
+    README's table; kinds without one stay out of it. timed: rows of `perf.rows`. between: what two
+    files of different labels say about each other.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Kind(NamedTuple):
     plot: Callable[[ResultFile], plots.Plot | None] | None = None
     brief: Callable[[ResultFile], str] | None = None
     timed: bool = False
+    between: Callable[[ResultFile, ResultFile], str] | None = None
 
 
 def _whole(file: ResultFile) -> str:
@@ -162,18 +165,37 @@ KINDS = (
         table=serving_table,
         about="Attention and store over all layers of a model on one device, per step of a fixed "
         "trace (`perf/trace.py`): sequences that decode, sequences that verify draft tokens, and "
-        "chunks of prompts. Each kind of layer is timed alone and counted as often as it occurs.",
+        "chunks of prompts. Each kind of layer is timed alone and counted as often as it occurs. "
+        "A bf16 cache is read by the prefill kernel, which does not split keys: its times are what "
+        "this project has, not what a decode kernel for bf16 would take.",
+        brief=serving_summary,
     ),
     Kind(name="load", title="Loading kernels from a bundle", read=_read_load, table=load_table),
     Kind(
+        name="accuracy",
+        title="Accuracy: real models by KV cache dtype",
+        read=_read_json,
+        table=accuracy_table,
+        about="Against a bf16 cache on the same tokens, +- one standard error, over blocks of 128 "
+        "tokens: neighbours are alike, and errors that take them as independent are too small.",
+        details="Of greedy tokens the error is over prompts, of embeddings over texts; where none "
+        "differs none is shown, which n texts cannot tell from 3 / n. KL: of the next token's "
+        "distribution from that with a bf16 cache. Greedy tokens: the mean number, by prompt, "
+        "before the first that differs. Error: of the hidden states, relative, behind the last "
+        "layer; the plot has all layers. MiniLM is an embedding model: its keys and values go "
+        "through the cache's pages, and 1 - cosine is of its embedding.",
+        plot=plots.accuracy,
+        brief=accuracy_summary,
+        between=agreement,
+    ),
+    Kind(
         name="perplexity",
-        title="Accuracy: perplexity by KV cache dtype",
+        title="Perplexity with and without rotated keys",
         read=_read_json,
         table=perplexity_table,
         about="Change against a bf16 cache, +- one standard error of the paired differences over "
         "tokens; read a change below two as none.",
         plot=plots.perplexity,
-        brief=perplexity_summary,
     ),
     Kind(
         name="demo",
@@ -245,6 +267,12 @@ def document(found: dict[str, list[list[ResultFile]]], folder: Path) -> str:
         for files in found[kind.name]:
             shown.add(files[0].path)
             parts += _section(kind, files)
+            if kind.between is not None:
+                parts += [
+                    kind.between(files[0], other[0])
+                    for other in found[kind.name]
+                    if other[0].label > files[0].label
+                ]
     others = [path for path in sorted(folder.iterdir()) if path.is_file() and path not in shown]
     parts += [
         "## Other result files",

@@ -206,6 +206,21 @@ def make_row(
     return row
 
 
+def make_rows(
+    case: DecodeCase,
+    results: Mapping[str, Measurement],
+    workload: Mapping[str, Any],
+    machine: Machine,
+    ceilings: Mapping[str, float],
+) -> list[dict[str, Any]]:
+    """Rows of all providers of an attention case; the read ceiling is what shares are of."""
+    read = ceilings["read_tb_per_s"]
+    return [
+        make_row(name, case, measurement, workload, machine, read, ceilings=ceilings)
+        for name, measurement in results.items()
+    ]
+
+
 def check_row(row: Mapping[str, Any]) -> None:
     """Refuse a row that no comparison could trust.
 

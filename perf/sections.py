@@ -6,6 +6,7 @@ one run, which raises where their workloads differ, and every row of a file gets
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from perf.compare import (
 from perf.report import absent_providers, by_case
 from perf.rows import OK
 from perf.targets import OURS, tflops, verdicts
+from perf.trace import PLAIN
 
 # Two times closer than this are a tie: runs of one kernel differ by as much.
 TIE = 0.01
@@ -284,24 +286,6 @@ def perplexity_table(file: ResultFile) -> str:
     return markdown([*header, "perplexity, keys rotated", "change, keys rotated"], lines)
 
 
-def perplexity_summary(file: ResultFile) -> str:
-    """A line a KV cache dtype, a column a model and way of keys: its perplexity, then changes."""
-    ways = list(dict.fromkeys((row["model"], row["rotate_keys"]) for row in file.rows))
-    ways.sort(key=lambda way: [row["model"] for row in file.rows].index(way[0]))
-    lines: dict[str, list[str]] = {}
-    for dtype in dict.fromkeys(row["kv_cache_dtype"] for row in file.rows):
-        for model, rotated in ways:
-            cells = [
-                f"{row['perplexity']:.3f}" if dtype == BASELINE else _change(row)
-                for row in file.rows
-                if (row["kv_cache_dtype"], row["model"], row["rotate_keys"])
-                == (dtype, model, rotated)
-            ]
-            lines.setdefault(dtype, [f"`{dtype}`"]).append(cells[0] if cells else "")
-    titles = [f"{model}, keys rotated" if rotated else model for model, rotated in ways]
-    return markdown(["KV cache", *titles], lines.values())
-
-
 def store_summary(file: ResultFile) -> str:
     """A line a number of tokens, a column a dtype: us, share of the copy, ratio to each rival."""
     return _summary(
@@ -383,7 +367,7 @@ def serving_lines(rows: Sequence[Row]) -> list[list[str]]:
     lines = []
     for (model, tp_size, dtype, kind), parts in groups.items():
         attention, work = parts["attention"], parts["attention"]["workload"]
-        steps = f"{work['steps_in_trace']:,} {kind}"
+        steps = f"{work['steps_measured']} of {work['steps_in_trace']:,} {kind}"
         both = [parts[part] for part in ("attention", "store")]
         cells = [number(row["median_us"]) for row in both] + [""] * 3
         if all(row["status"] == OK for row in both):
@@ -391,10 +375,31 @@ def serving_lines(rows: Sequence[Row]) -> list[list[str]]:
             share = f"{attention['pct_of_ceiling']:.0f} %"
             cells[2:] = [number(time), number(time * work["steps_in_trace"] / 1e6), share]
         fit = f"{work['kv_capacity_tokens']:,} in {work['kv_gib']:g} GiB"
-        statuses = dict.fromkeys(row["status"] for row in both if row["status"] != OK)
-        status = "; ".join(statuses)
+        # The reason; what else it says about other kernels and dtypes is in the row.
+        reasons = [re.split(r"; | \(", r["status"])[0] for r in both if r["status"] != OK]
+        status = "; ".join(dict.fromkeys(reasons))
         lines.append([model, str(tp_size), f"`{dtype}`", steps, *cells, fit, status])
     return lines
+
+
+def serving_summary(file: ResultFile) -> str:
+    """A line a model and tensor-parallel size, a column a KV cache dtype: what one step without
+    prompts takes, and the tokens that fit."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for model, tp_size, dtype, steps, _, _, step_us, _, _, fit, _ in serving_lines(file.rows):
+        if steps.endswith(PLAIN):
+            time = f"{step_us} us" if step_us else "no kernel"
+            cells.setdefault((model, tp_size), {})[dtype] = f"{time}, {fit.split(' in ')[0]}"
+    dtypes = list(dict.fromkeys(dtype for line in cells.values() for dtype in line))
+    table = markdown(
+        ["model", "TP", *dtypes],
+        [[*key, *(line.get(dtype, "") for dtype in dtypes)] for key, line in cells.items()],
+    )
+    work = file.rows[0]["workload"]
+    return (
+        f"Cells: a step of `{PLAIN}` (the mean of {work['steps_measured']}), and the tokens that "
+        f"fit into {work['kv_gib']:g} GiB.\n\n{table}"
+    )
 
 
 def serving_table(file: ResultFile) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from perf import bench_serving, serving_inputs, trace
 from perf.bench_serving import CHECK_STEP, CONFIGS, DTYPES
 from perf.inputs import random_codes
 from perf.rows import OK, Measurement, check_row, make_row, make_workload
-from perf.sections import SERVING_COLUMNS, serving_lines
+from perf.sections import SERVING_COLUMNS, ResultFile, serving_lines, serving_summary
 from perf.serving_inputs import PAGE
 from perf.timing import Timing
 from perf.trace import Layers, Step, TraceSpec, Work
@@ -257,7 +258,7 @@ def test_the_table_has_times_capacity_and_reasons():
     assert cells[4:7] == ["3000", "500.0", "3500"] and status == ""
     assert cells[7] == f"{3500 * work['steps_in_trace'] / 1e6:.2f}"
     assert cells[8:] == ["8 %", f"{work['kv_capacity_tokens']:,} in 40 GiB"]
-    ((*cells, status),) = serving_lines(rows_of("no kernel: nvfp4"))
+    ((*cells, status),) = serving_lines(rows_of("no kernel: nvfp4 (more); still more"))
     assert status == "no kernel: nvfp4" and cells[4:9] == [""] * 5
     assert cells[9] == f"{work['kv_capacity_tokens']:,} in 40 GiB"
 
@@ -270,3 +271,13 @@ def test_pools_hold_what_their_dtype_says():
     assert not fp8.k.float().isnan().any() and not torch.equal(fp8.k.float(), fp8.v.float())
     assert serving_inputs.make_pool(layer, "bf16", 2, generator).v.dtype is torch.bfloat16
     assert len(random_codes(4096, generator).unique()) == 254
+
+
+def test_the_summary_has_a_step_and_the_capacity_or_says_that_no_kernel_serves_it():
+    for status, time in ((OK, "3500 us"), ("no kernel: nvfp4", "no kernel")):
+        rows = rows_of(status)
+        file = ResultFile(Path("x.json"), "serving", "serving_x", "2026-01-02", rows)
+        fits = f"{rows[0]['workload']['kv_capacity_tokens']:,}"
+        text = serving_summary(file)
+        assert text.splitlines()[-1] == f"| gemma-4-31b | 2 | {time}, {fits} |"
+        assert "(the mean of 2)" in text and "40 GiB" in text
