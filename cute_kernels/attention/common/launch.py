@@ -15,7 +15,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.attention.common.output import Output
 from cute_kernels.attention.common.tile_schedule import Lengths
-from cute_kernels.attention.decode_sm90.producer import PagedSource, TmaOperand
+from cute_kernels.attention.decode_sm90.config import NVFP4_GROUP
+from cute_kernels.attention.decode_sm90.layout import swizzle_bits
+from cute_kernels.attention.decode_sm90.producer import BlockScales, PagedSource, TmaOperand
 
 
 class Strides(NamedTuple):
@@ -36,6 +38,16 @@ class Strides(NamedTuple):
     v_descale_batch: Int64
     v_descale_head: Int64
     table_batch: Int64
+
+
+# Of a block-scaled cache; the scales' strides are in bytes too.
+ScaledStrides = NamedTuple(
+    "ScaledStrides",
+    [
+        *((name, Int64) for name in Strides._fields),
+        *((f"{side}_scale_{step}", Int64) for side in "kv" for step in ("page", "token", "head")),
+    ],
+)
 
 
 class Sizes(NamedTuple):
@@ -119,6 +131,17 @@ def cache_operands(at, strides: Strides, sizes: Sizes, layout, head_bytes: int):
     return _tma(at.k, k, sizes, layout, head_bytes), _tma(at.v, v, sizes, layout, head_bytes)
 
 
+def block_scales(at, strides, sizes: Sizes, head_size: int) -> tuple[BlockScales, BlockScales]:
+    """K's and V's scales of a block-scaled cache."""
+    shape = (head_size // NVFP4_GROUP, sizes.page_size, sizes.kv_heads, sizes.pages)
+    k = (1, strides.k_scale_token, strides.k_scale_head, strides.k_scale_page)
+    v = (1, strides.v_scale_token, strides.v_scale_head, strides.v_scale_page)
+    return (
+        BlockScales(cute.make_tensor(at.k_scale, cute.make_layout(shape, stride=k))),
+        BlockScales(cute.make_tensor(at.v_scale, cute.make_layout(shape, stride=v))),
+    )
+
+
 def _tma(pointer, strides, sizes: Sizes, layout, head_bytes: int) -> TmaOperand:
     """The cache as (bytes of a column block, tokens of a page, column blocks, heads, pages)."""
     page, token, head = strides
@@ -129,7 +152,7 @@ def _tma(pointer, strides, sizes: Sizes, layout, head_bytes: int) -> TmaOperand:
     )
     box = (layout.row_bytes, layout.box_tokens, layout.blocks)
     smem = cute.make_composed_layout(
-        cute.make_swizzle(3 if layout.row_bytes == 128 else 2, 4, 3),
+        cute.make_swizzle(swizzle_bits(layout.row_bytes), 4, 3),
         0,
         cute.make_layout(box, stride=(1, layout.row_bytes, layout.block_bytes)),
     )

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels import dsl
+from cute_kernels import dsl, dsl_nvfp4
 from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Shape,
@@ -17,8 +17,8 @@ from cute_kernels.attention.common.tile_schedule import (
     next_item,
     segment_at,
 )
-from cute_kernels.attention.decode_sm90.config import DecodeConfig
-from cute_kernels.attention.decode_sm90.layout import TileLayout
+from cute_kernels.attention.decode_sm90.config import NVFP4_GROUP, TILE_TOKENS, DecodeConfig
+from cute_kernels.attention.decode_sm90.layout import TileLayout, swizzle_bits
 
 # Each byte of the cache is read once: L2 should drop it first (createpolicy evict_first).
 EVICT_FIRST = 0x12F0000000000000
@@ -40,8 +40,15 @@ class TmaOperand(NamedTuple):
     mCache: cute.Tensor
 
 
+class BlockScales(NamedTuple):
+    """K's or V's of a block-scaled cache: (groups of a head, tokens, heads, pages) bytes."""
+
+    mScale: cute.Tensor
+
+
 class Ring(NamedTuple):
-    """Slots of one tile each with their barriers: ``full`` (TMA bytes), ``empty`` (4 warps)."""
+    """Slots of one tile each with their barriers: ``full`` (TMA bytes; the lanes' copies of block
+    scales too, where there are any), ``empty`` (4 warps)."""
 
     base: cute.Pointer
     full: cute.Pointer
@@ -59,7 +66,7 @@ class Producer:
     def ring_boxes(self, base: cute.Pointer, slots: int, slot_bytes: int) -> cute.Tensor:
         """A ring as (elements of a box, boxes of a slot, slots)."""
         layout = self.layout
-        swizzle = cute.make_swizzle(3 if layout.row_bytes == 128 else 2, 4, 3)
+        swizzle = cute.make_swizzle(swizzle_bits(layout.row_bytes), 4, 3)
         tile = cute.make_layout(
             (layout.row_bytes, layout.box_tokens, layout.blocks, layout.boxes, slots),
             stride=(1, layout.row_bytes, layout.block_bytes, layout.box_bytes, slot_bytes),
@@ -93,7 +100,51 @@ class Producer:
         cute.copy(operand.atom, g, s, tma_bar_ptr=full, cache_policy=Int64(self.cache_policy))
 
     @cute.jit
-    def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch):
+    def load_scales(
+        self, scales: BlockScales, ring: Ring, slot: Int32, boxes, segment, tile: Int32
+    ):
+        """The block scales of a tile, zeros for tokens that no row may see: a NaN among those must
+        not reach an MMA, and with them their K and V are zeros too.
+
+        Copies of a token's scales, not TMA boxes: in a page with the heads of a token side by side
+        a row is as short as 4 bytes. Lanes take neighbouring pieces.
+        """
+        config = self.config
+        row = config.head_size // NVFP4_GROUP
+        size = min(row, 16)
+        lanes = row // size
+        tokens = 32 // lanes
+        lane = cute.arch.lane_idx()
+        shared = ring.base.toint() + slot * config.stage_bytes + config.data_bytes + lane * size
+        mScale = scales.mScale
+        for i in cutlass.range_constexpr(TILE_TOKENS // tokens):
+            in_tile = i * tokens + lane // lanes
+            in_page, page = boxes[i * tokens // config.box_tokens][1::-1]
+            if const_expr(config.box_tokens < tokens):
+                other = boxes[i * tokens // config.box_tokens + 1]
+                second = lane // lanes >= config.box_tokens
+                page = cutlass.select_(second, other[0], page)
+                in_page = cutlass.select_(second, other[1], in_page)
+            token = tile * TILE_TOKENS + in_tile
+            live = Int32(size)
+            if (token < segment.low) | (token >= segment.seq.used):
+                live = Int32(0)
+            at = cute.crd2idx(
+                (
+                    (lane % lanes) * size,
+                    in_page + (in_tile & (config.box_tokens - 1)),
+                    segment.head,
+                    page,
+                ),
+                mScale.layout,
+            )
+            dsl_nvfp4.copy_async_or_zero(
+                shared + i * 32 * size, mScale.iterator.toint() + Int64(at), size, live
+            )
+        dsl_nvfp4.arrive_after_copies((ring.full + slot).toint())
+
+    @cute.jit
+    def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch, block_scales=None):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
         lane = cute.arch.lane_idx()
         sBoxes = self.ring_boxes(ring.base, config.stages, config.stage_bytes)
@@ -141,7 +192,7 @@ class Producer:
                     cute.arch.mbarrier_wait(ring.empty + slot, phase)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(
-                            ring.full + slot, config.stage_bytes
+                            ring.full + slot, config.data_bytes
                         )
                     for i in cutlass.range_constexpr(layout.boxes):
                         self.load_box(
@@ -152,6 +203,8 @@ class Producer:
                             boxes[i][0],
                             ring.full + slot,
                         )
+                    if const_expr(config.block_scaled):
+                        self.load_scales(block_scales[operand], ring, slot, boxes, segment, t)
                     slot = slot + 1
                     if slot == config.stages:
                         slot = Int32(0)
@@ -159,3 +212,5 @@ class Producer:
             done = done + segment.count
             tile = Int32(0)
             b, item = next_item(segment, shape, stretch.item_step)
+        if const_expr(config.block_scaled):
+            dsl_nvfp4.wait_for_copies()
