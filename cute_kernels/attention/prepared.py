@@ -78,9 +78,9 @@ def launch_again(
     """Make a prepared call with these tensors; None where their addresses are not aligned.
 
     tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, k_descale, v_descale,
-    s_aux, out.
+    s_aux, out, k_block_scale, v_block_scale.
     """
-    q, k, v, cu_q, cu_k, used_k, table, k_descale, v_descale, sinks, out = tensors
+    q, k, v, cu_q, cu_k, used_k, table, k_descale, v_descale, sinks, out, *block_scales = tensors
     at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if (at_q | at_k | at_v) & 15:
         return None
@@ -89,6 +89,11 @@ def launch_again(
     at_out = out.data_ptr()
     if at_out & 7:
         return None
+    scales = ()
+    if block_scales[0] is not None:
+        scales = tuple(x.data_ptr() for x in block_scales)
+        if (scales[0] | scales[1]) & 15:
+            return None
     lse = None
     if return_lse:
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
@@ -105,5 +110,6 @@ def launch_again(
         address_of(used_k),
         address_of(cu_k),
         address_of(table),
+        *scales,
     )
     return (out, lse) if return_lse else out

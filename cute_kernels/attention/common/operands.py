@@ -38,7 +38,22 @@ def operand_strides(problem: AttentionProblem, q, k, v, out) -> tuple[int, ...]:
         *((0, 0) if problem.k_descale is None else problem.k_descale.stride()),
         *((0, 0) if problem.v_descale is None else problem.v_descale.stride()),
         1 if table is None else table.stride(0),
+        *block_scale_strides(problem),
     )
+
+
+def block_scale_strides(problem: AttentionProblem) -> tuple[int, ...]:
+    """What ``launch.ScaledStrides`` has beyond ``launch.Strides``; nothing without block scales."""
+    if problem.k_block_scale is None:
+        return ()
+    return (*cache_strides(problem.k_block_scale), *cache_strides(problem.v_block_scale))
+
+
+def block_scale_addresses(problem: AttentionProblem) -> tuple[int, ...]:
+    """Those of K's and V's block scales; none without."""
+    if problem.k_block_scale is None:
+        return ()
+    return problem.k_block_scale.data_ptr(), problem.v_block_scale.data_ptr()
 
 
 def operand_sizes(problem: AttentionProblem, k: torch.Tensor) -> tuple[int, ...]:
@@ -86,6 +101,23 @@ def cache_obstacle(problem: AttentionProblem) -> str | None:
                 return (
                     f"{name} with strides {side.stride()}, the kernel needs multiples of 16 bytes"
                 )
+    return None if problem.k_block_scale is None else _block_scale_obstacle(problem)
+
+
+def _block_scale_obstacle(problem: AttentionProblem) -> str | None:
+    """Why the block scales cannot be copied in pieces of a row (at most 16 bytes), or None."""
+    for name, scale in (("k", problem.k_block_scale), ("v", problem.v_block_scale)):
+        piece = min(scale.shape[-1], 16)
+        strides = [
+            stride
+            for size, stride in zip(scale.shape[:-1], scale.stride()[:-1], strict=True)
+            if size > 1
+        ]
+        if scale.data_ptr() % piece or any(stride % piece for stride in strides):
+            return (
+                f"{name}_block_scale at offset {scale.data_ptr() % piece} with strides "
+                f"{scale.stride()}, the kernel needs multiples of {piece} bytes"
+            )
     return None
 
 

@@ -147,9 +147,7 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
             cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32)
             for _ in range(config.step_tiles)
         ]
-        rQ = cute.make_rmem_tensor(
-            (1 if config.queries_in_smem else config.head_size // 8,), Int32
-        )
+        rQ = cute.make_rmem_tensor((1 if config.queries_in_smem else config.head_size // 8,), Int32)
         rScale = cute.make_rmem_tensor((2,), Float32)
         if const_expr(not config.loader_only):
             # before the first tile arrives, so it costs nothing

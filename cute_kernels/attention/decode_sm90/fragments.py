@@ -10,7 +10,7 @@ which order Q's elements and O's blocks belong to its K and V (``query_*``, ``*_
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from cute_kernels import dsl
 from cute_kernels.attention.decode_sm90.config import DecodeConfig

@@ -75,9 +75,7 @@ class Nvfp4Fragments:
                 dsl.ld_shared_b32x2(address + 8 * self.layout.row_bytes),
             )
             at = self.k_scales + offset
-            codes = [
-                dsl_nvfp4.ld_shared_u8(at + 8 * half * self.scale_bytes) for half in range(2)
-            ]
+            codes = [dsl_nvfp4.ld_shared_u8(at + 8 * half * self.scale_bytes) for half in range(2)]
             return words, [dsl_nvfp4.e4m3x2_to_f16x2(code) for code in codes]
         unit = (p // 2) % self.units_per_lane
         block = (p // 2) // self.units_per_lane

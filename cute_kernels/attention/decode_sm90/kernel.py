@@ -2,7 +2,8 @@
 
 Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_heads, D) bytes with
 any 16-byte-aligned strides and contiguous D, D one of 64, 128, 256, 512 (nvfp4: D / 2 bytes, and
-D / 16 block scales by strides of their own); page_size a multiple of the variant's ``box_tokens``. A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
+D / 16 block scales by strides of their own); page_size a multiple of the variant's ``box_tokens``.
+A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
 
 One CTA is a producer warp and a consumer warpgroup around a ring of 64-token tiles in shared
 memory: the producer loads K and V by TMA, the consumers convert to fp16 in registers and multiply
@@ -36,7 +37,6 @@ from cute_kernels.attention.decode_sm90.consumer import Consumer
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerSmem
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import (
-    BlockScales,
     PagedSource,
     Producer,
     Ring,
@@ -113,9 +113,6 @@ class DecodeSm90:
     ):
         config, D = self.config, self.config.head_size
         k, v = launch.cache_operands(at, strides, sizes, self.layout, config.head_bytes)
-        block_scales = None
-        if const_expr(config.block_scaled):
-            block_scales = launch.block_scales(at, strides, sizes, D)
         mQ = launch.queries(at, strides, sizes, D)
         output = launch.outputs(at, strides, sizes, D)
         scales = launch.scales(at, strides, sizes, scalars.softmax_scale, scalars.softcap)
@@ -132,6 +129,9 @@ class DecodeSm90:
             scalars.max_rows,
         )
         source = launch.pages(at, strides, sizes)
+        if const_expr(config.block_scaled):
+            scaled = launch.block_scales(at, strides, sizes, D)
+            source = source._replace(block_scales=scaled)
         partial = self._workspace(mWorkspace, at.counters, scalars.ctas)
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
@@ -143,9 +143,7 @@ class DecodeSm90:
                 OperandMajorMode.K,
             )
         )
-        self.kernel(
-            mma, *k, *v, mQ, scales, lengths, shape, source, output, partial, block_scales
-        ).launch(
+        self.kernel(mma, *k, *v, mQ, scales, lengths, shape, source, output, partial).launch(
             grid=(scalars.ctas, 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
@@ -181,7 +179,6 @@ class DecodeSm90:
         source: PagedSource,
         output: Output,
         partial: Partial,
-        block_scales: tuple[BlockScales, BlockScales] | None,
     ):
         config = self.config
         tid, _, _ = cute.arch.thread_idx()
@@ -203,13 +200,7 @@ class DecodeSm90:
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == PRODUCER_WARP:
                 producer = Producer(config, lengths, shape, source)
-                producer.run(
-                    ring,
-                    TmaOperand(atomK, mCacheK),
-                    TmaOperand(atomV, mCacheV),
-                    stretch,
-                    block_scales,
-                )
+                producer.run(ring, TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV), stretch)
         else:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(config.consumer_registers)

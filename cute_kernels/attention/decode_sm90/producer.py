@@ -24,13 +24,23 @@ from cute_kernels.attention.decode_sm90.layout import TileLayout, swizzle_bits
 EVICT_FIRST = 0x12F0000000000000
 
 
+class BlockScales(NamedTuple):
+    """K's or V's of a block-scaled cache: (groups of a head, tokens, heads, pages) bytes."""
+
+    mScale: cute.Tensor
+
+
 class PagedSource(NamedTuple):
-    """Where tokens lie. mTable (batch, width) int32; ``paged`` 0 means one run of tokens (mCuK)."""
+    """Where tokens lie. mTable (batch, width) int32; ``paged`` 0 means one run of tokens (mCuK).
+
+    block_scales: K's and V's of a block-scaled cache.
+    """
 
     mTable: cute.Tensor
     table_width: Int32
     page_size: Int32
     paged: Int32
+    block_scales: tuple[BlockScales, BlockScales] | None = None
 
 
 class TmaOperand(NamedTuple):
@@ -38,12 +48,6 @@ class TmaOperand(NamedTuple):
 
     atom: cute.CopyAtom
     mCache: cute.Tensor
-
-
-class BlockScales(NamedTuple):
-    """K's or V's of a block-scaled cache: (groups of a head, tokens, heads, pages) bytes."""
-
-    mScale: cute.Tensor
 
 
 class Ring(NamedTuple):
@@ -144,7 +148,7 @@ class Producer:
         dsl_nvfp4.arrive_after_copies((ring.full + slot).toint())
 
     @cute.jit
-    def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch, block_scales=None):
+    def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
         lane = cute.arch.lane_idx()
         sBoxes = self.ring_boxes(ring.base, config.stages, config.stage_bytes)
@@ -191,9 +195,7 @@ class Producer:
                 for operand in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(ring.empty + slot, phase)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(
-                            ring.full + slot, config.data_bytes
-                        )
+                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, config.data_bytes)
                     for i in cutlass.range_constexpr(layout.boxes):
                         self.load_box(
                             k if const_expr(operand == 0) else v,
@@ -204,7 +206,9 @@ class Producer:
                             ring.full + slot,
                         )
                     if const_expr(config.block_scaled):
-                        self.load_scales(block_scales[operand], ring, slot, boxes, segment, t)
+                        self.load_scales(
+                            source.block_scales[operand], ring, slot, boxes, segment, t
+                        )
                     slot = slot + 1
                     if slot == config.stages:
                         slot = Int32(0)

@@ -41,7 +41,9 @@ class QueryLoading(ConsumerLane):
         row = cutlass.min(chunk.first_row + row_in_item, chunk.rows_end - 1)
         token = query_token(self.shape, row)
         query_head = head * self.shape.group + row - token * self.shape.group
-        element = cute.crd2idx((seq.q_start + token, query_head, self.kv.query_stride * self.j), mQ.layout)
+        element = cute.crd2idx(
+            (seq.q_start + token, query_head, self.kv.query_stride * self.j), mQ.layout
+        )
         return mQ.iterator.toint() + Int64(element) * 2
 
     def fetch_queries(self, mQ: cute.Tensor, seq: Sequence, chunk: Chunk, head: Int32):
@@ -62,8 +64,7 @@ class QueryLoading(ConsumerLane):
         for n in range(self.row_blocks):
             address = self._row_address(mQ, seq, chunk, head, 8 * n + self.g)
             loaded += [
-                dsl.ld_global_nc_b32x4(address + self.kv.query_offset(unit))
-                for unit in units
+                dsl.ld_global_nc_b32x4(address + self.kv.query_offset(unit)) for unit in units
             ]
         return loaded
 

@@ -275,9 +275,7 @@ class TileMath(ConsumerLane):
     @cute.jit
     def _values_wgmma(self, acc: cute.Tensor, loaded, load: cutlass.Constexpr, tile: Int32):
         blocks = self.kv.blocks_per_load
-        fragments = [
-            cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16) for _ in range(blocks)
-        ]
+        fragments = [cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16) for _ in range(blocks)]
         words = [cute.recast_tensor(rA, Int32) for rA in fragments]
         for s in cutlass.range_constexpr(4):
             operands = self.kv.value_operands(loaded, s)
