@@ -161,7 +161,8 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
         refuse("q", describe(q), "a tensor on cpu or cuda")
     check_last_dim("q", q)
     batch = _check_index("cu_seqlens_q", cu_seqlens_q, device) - 1
-    num_kv_heads = check_kv(q, k, v, block_table is not None)
+    block_scaled = k_block_scale is not None or v_block_scale is not None
+    num_kv_heads = check_kv(q, k, v, block_table is not None, block_scaled)
     check_block_scales(k, v, k_block_scale, v_block_scale, v_scale_layout)
     if block_table is not None:
         _check_block_table(block_table, device, batch)

@@ -37,16 +37,26 @@ def check_last_dim(name: str, x: torch.Tensor) -> None:
         refuse(name, describe(x), "any strides with a contiguous last dim")
 
 
-def check_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool) -> int:
-    """Check q's head counts, k and v, against each other; return Hkv."""
+def check_kv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool, block_scaled: bool
+) -> int:
+    """Check q's head counts, k and v, against each other; return Hkv.
+
+    block_scaled: block scales are given, so that bytes are pairs of E2M1 codes.
+    """
     form = "(num_blocks, block_size, Hkv, D) with" if paged else "(total_k, Hkv, D) without"
     rank, dtype, device = 4 if paged else 3, q.dtype, q.device
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor) or x.dim() != rank:
             refuse(name, describe(x), f"{form} block_table")
-        if x.dtype is not _FP8 and x.dtype is not dtype and x.dtype is not _NVFP4:
-            accepted = f"q's dtype, {dtype}, torch.float8_e4m3fn, or for nvfp4 torch.uint8"
-            refuse(name, describe(x), accepted)
+        if (
+            x.dtype is not _FP8
+            and x.dtype is not dtype
+            and not (x.dtype is _NVFP4 and block_scaled)
+        ):
+            hint = " (of a uint8 cache: .view(torch.float8_e4m3fn), or nvfp4 and its block scales)"
+            hint = hint if x.dtype is torch.uint8 else ""
+            refuse(name, describe(x), f"q's dtype, {dtype}, or torch.float8_e4m3fn{hint}")
         if x.device != device:
             refuse(name, describe(x), f"a tensor on q's device, {device}")
         check_last_dim(name, x)
@@ -98,10 +108,7 @@ def check_block_scales(
             or scale.shape != shape
             or scale.device != x.device
         ):
-            accepted = (
-                f"the block scales of an nvfp4 cache: float8_e4m3fn or uint8 {shape} on {x.device}"
-                " (a torch.uint8 cache is nvfp4; of fp8 bytes: .view(torch.float8_e4m3fn))"
-            )
+            accepted = f"float8_e4m3fn or uint8 {shape} on {x.device}, as {name[0]} is nvfp4"
             refuse(name, describe(scale), accepted)
         check_last_dim(name, scale)
 

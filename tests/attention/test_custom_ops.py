@@ -214,7 +214,7 @@ REFUSALS = (
     ("softmax_scale", lambda x: -1.0, "softmax_scale: got -1.0"),
     ("softcap", lambda x: -1.0, "softcap: got -1.0"),
     ("fa_version", lambda x: 3, "fa_version: got 3"),
-    ("k_block_scale", lambda x: torch.ones(1), "k_block_scale: got the scales of an nvfp4 cache"),
+    ("k_block_scale", lambda x: torch.ones(1), "k_block_scale: got float32 (1,)"),
     ("alibi_slopes", lambda x: torch.ones(4), "alibi_slopes: got float32 (4,)"),
 )
 

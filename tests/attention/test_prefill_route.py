@@ -24,6 +24,7 @@ from cute_kernels.attention.prefill_sm90.config import (
     smem_bytes,
     support_table,
 )
+from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.route_sm90 import Bounds, Route, route
 from cute_kernels.compile.plans import AttentionWorkload, units_for
 from tests.cases import AttentionCase, make_inputs
@@ -79,7 +80,7 @@ def bounds_of(**fields: Any) -> Bounds:
         "kv_heads": 4,
         "head_size": 128,
         "deterministic": False,
-        "fp8": True,
+        "kv_format": "fp8_e4m3",
     }
     return Bounds(**{**base, **fields})
 
@@ -109,7 +110,12 @@ def test_few_items_are_left_to_the_kernel_that_splits_keys():
 def test_batch_invariance_takes_the_kernel_without_splits():
     for fields in ({}, {"max_seqlen_q": 1, "total_q": 4}, {"kv_heads": 1, "total_q": 8}):
         assert route(bounds_of(deterministic=True, **fields), SM_COUNT) == Route(False, True, 0)
-        assert route(bounds_of(fp8=False, **fields), SM_COUNT) == Route(False, True, 0)
+        assert route(bounds_of(kv_format="bf16", **fields), SM_COUNT) == Route(False, True, 0)
+
+
+def test_nvfp4_is_read_by_the_decode_kernel_alone():
+    for fields in ({}, {"batch": 5}, {"max_seqlen_q": 1}, {"deterministic": True}):
+        assert route(bounds_of(kv_format="nvfp4", **fields), SM_COUNT) == (True, False, UNLIMITED)
 
 
 def problem_of(**fields: Any) -> Any:
