@@ -69,8 +69,8 @@ def check_kv(
             refuse("q", f"head size {head_size}", f"for nvfp4 a multiple of {NVFP4_GROUP}")
         stored = head_size // 2
     if shape[-1] != stored:
-        halved = "" if stored == head_size else f", in pairs: a last dim of {stored}"
-        refuse("k", f"a last dim of {shape[-1]}", f"q's head size, {head_size}{halved}")
+        pairs = "" if stored == head_size else f", in pairs: {stored} bytes"
+        refuse("k", f"head size {shape[-1]}", f"q's head size, {head_size}{pairs}")
     if v.shape != shape or v.dtype is not k.dtype:
         refuse("v", describe(v), f"k's shape and dtype, {tuple(shape)} {k.dtype}")
     num_kv_heads = shape[-2]

@@ -107,7 +107,9 @@ def test_the_ring_keeps_the_memory_busy(config):
     assert config.stages >= 2 * config.step_tiles
     assert config.ctas_per_sm * config.stages >= 4
     in_flight = config.ctas_per_sm * config.stages * config.stage_bytes
-    assert 128 * 1024 <= in_flight <= 192 * 1024
+    # Where Q takes the memory, nvfp4 has less: its conversions take longer than its loads.
+    least = 108 if config.block_scaled and config.rows * config.head_size >= 16384 else 128
+    assert least * 1024 <= in_flight <= 192 * 1024
 
 
 @each_variant

@@ -13,6 +13,7 @@ import torch
 
 from cute_kernels.arch import DeviceArch
 from cute_kernels.attention.arguments import validate
+from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90.config import HEAD_SIZES, SMEM_BYTES_PER_CTA, row_buckets
 from cute_kernels.attention.prefill_sm90 import op
 from cute_kernels.attention.prefill_sm90.config import (
@@ -24,7 +25,6 @@ from cute_kernels.attention.prefill_sm90.config import (
     smem_bytes,
     support_table,
 )
-from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.route_sm90 import Bounds, Route, route
 from cute_kernels.compile.plans import AttentionWorkload, units_for
 from tests.cases import AttentionCase, make_inputs

@@ -86,9 +86,20 @@ class DecodeConfig:
         return self.uses_wgmma or (self.block_scaled and self.head_size >= 256)
 
     @property
+    def early_values(self) -> bool:
+        """Whether V of a step is converted before its softmax, whose latency that fills."""
+        return self.block_scaled and self.head_size <= 128 and not self.uses_wgmma
+
+    @property
     def step_tiles(self) -> int:
         """Tiles that share one softmax exchange: small tiles are bound by its latency."""
         return 2 if self.head_size <= 128 and self.rows <= 16 else 1
+
+    @property
+    def chains(self) -> int:
+        """Independent accumulators of a tile's scores: at 8 rows four a step hide the latency of
+        mma.sync."""
+        return 1 if self.uses_wgmma else 4 // self.step_tiles
 
     @property
     def threads(self) -> int:

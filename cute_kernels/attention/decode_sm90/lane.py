@@ -76,8 +76,7 @@ class ConsumerLane:
         self.row_blocks = config.rows // 8
         # Blocks of 16 head-dim elements that one warp owns in O^T.
         self.units = config.head_size // 64
-        # At 8 rows four independent accumulator chains a step hide the latency of mma.sync.
-        self.chains = 1 if config.uses_wgmma else 4 // config.step_tiles
+        self.chains = config.chains
         tid, _, _ = cute.arch.thread_idx()
         self.tid = tid
         self.lane = tid % 32

@@ -268,7 +268,8 @@ class TileMath(ConsumerLane):
                 self._values_wgmma(acc, loaded, load, tile)
             else:
                 self._values_mma(acc, loaded, p, load)
-        self.release(slot)
+        if const_expr(not config.early_values):
+            self.release(slot)
         if const_expr(config.uses_wgmma):
             warpgroup.wait_group(0)
 
