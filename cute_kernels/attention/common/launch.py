@@ -15,7 +15,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.attention.common.output import Output
 from cute_kernels.attention.common.tile_schedule import Lengths
-from cute_kernels.attention.decode_sm90.config import NVFP4_GROUP
 from cute_kernels.attention.decode_sm90.layout import swizzle_bits
 from cute_kernels.attention.decode_sm90.producer import BlockScales, PagedSource, TmaOperand
 
@@ -40,12 +39,14 @@ class Strides(NamedTuple):
     table_batch: Int64
 
 
-# Of a block-scaled cache; the scales' strides are in bytes too.
+# Of a block-scaled cache; the scales' strides are in bytes too. Those between tokens have 32 bits:
+# the producer multiplies by them for every tile.
+_SCALE_STRIDES = {"page": Int64, "token": Int32, "head": Int64}
 ScaledStrides = NamedTuple(
     "ScaledStrides",
     [
         *((name, Int64) for name in Strides._fields),
-        *((f"{side}_scale_{step}", Int64) for side in "kv" for step in ("page", "token", "head")),
+        *((f"{side}_scale_{step}", kind) for side in "kv" for step, kind in _SCALE_STRIDES.items()),
     ],
 )
 
@@ -131,15 +132,11 @@ def cache_operands(at, strides: Strides, sizes: Sizes, layout, head_bytes: int):
     return _tma(at.k, k, sizes, layout, head_bytes), _tma(at.v, v, sizes, layout, head_bytes)
 
 
-def block_scales(at, strides, sizes: Sizes, head_size: int) -> tuple[BlockScales, BlockScales]:
+def block_scales(at, strides: ScaledStrides) -> tuple[BlockScales, BlockScales]:
     """K's and V's scales of a block-scaled cache."""
-    shape = (head_size // NVFP4_GROUP, sizes.page_size, sizes.kv_heads, sizes.pages)
-    k = (1, strides.k_scale_token, strides.k_scale_head, strides.k_scale_page)
-    v = (1, strides.v_scale_token, strides.v_scale_head, strides.v_scale_page)
-    return (
-        BlockScales(cute.make_tensor(at.k_scale, cute.make_layout(shape, stride=k))),
-        BlockScales(cute.make_tensor(at.v_scale, cute.make_layout(shape, stride=v))),
-    )
+    k = (strides.k_scale_page, strides.k_scale_token, strides.k_scale_head)
+    v = (strides.v_scale_page, strides.v_scale_token, strides.v_scale_head)
+    return BlockScales(at.k_scale.toint(), *k), BlockScales(at.v_scale.toint(), *v)
 
 
 def _tma(pointer, strides, sizes: Sizes, layout, head_bytes: int) -> TmaOperand:

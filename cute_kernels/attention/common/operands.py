@@ -10,6 +10,7 @@ import torch
 from cute_kernels.attention.arguments import AttentionProblem
 from cute_kernels.attention.decode_sm90.config import box_tokens_for_page
 
+_INT32_MAX = 2**31 - 1
 # Stands for "no limit" in a window.
 UNLIMITED = 1 << 30
 
@@ -113,6 +114,8 @@ def _block_scale_obstacle(problem: AttentionProblem) -> str | None:
             for size, stride in zip(scale.shape[:-1], scale.stride()[:-1], strict=True)
             if size > 1
         ]
+        if scale.stride(-3) > _INT32_MAX:
+            return f"{name}_block_scale with strides {scale.stride()}, too far apart for 32 bits"
         if scale.data_ptr() % piece or any(stride % piece for stride in strides):
             return (
                 f"{name}_block_scale at offset {scale.data_ptr() % piece} with strides "

@@ -86,11 +86,6 @@ class DecodeConfig:
         return self.uses_wgmma or (self.block_scaled and self.head_size >= 256)
 
     @property
-    def early_values(self) -> bool:
-        """Whether V of a step is converted before its softmax, whose latency that fills."""
-        return self.block_scaled and self.head_size <= 128 and not self.uses_wgmma
-
-    @property
     def step_tiles(self) -> int:
         """Tiles that share one softmax exchange: small tiles are bound by its latency."""
         return 2 if self.head_size <= 128 and self.rows <= 16 else 1
@@ -99,7 +94,9 @@ class DecodeConfig:
     def chains(self) -> int:
         """Independent accumulators of a tile's scores: at 8 rows four a step hide the latency of
         mma.sync."""
-        return 1 if self.uses_wgmma else 4 // self.step_tiles
+        if self.uses_wgmma:
+            return 1
+        return 2 if self.block_scaled and self.head_size == 512 else 4 // self.step_tiles
 
     @property
     def threads(self) -> int:
@@ -122,6 +119,13 @@ class DecodeConfig:
     @property
     def stage_bytes(self) -> int:
         return self.data_bytes + self.scale_bytes
+
+    @property
+    def scale_piece(self) -> tuple[int, int]:
+        """(bytes, lanes): the pieces in which a lane of the producer copies a token's scales, and
+        how many lanes share a token."""
+        row = self.head_size // NVFP4_GROUP
+        return min(row, 16), max(1, row // 16)
 
     @property
     def value_groups(self) -> int:
@@ -177,7 +181,7 @@ _RESIDENCY_FP8 = {
 }
 # NVFP4 is bound by the issue of instructions, not by loads: it wants as many warps as fit.
 _RESIDENCY_NVFP4 = {
-    (512, 8): (3, 0),
+    (512, 8): (2, 0),
     (512, 16): (2, 0),
     (512, 32): (2, 216),
     (256, 8): (4, 0),

@@ -107,8 +107,6 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
         if tile.live != 0:
             cute.arch.mbarrier_wait(self.ring.full + tile.v.slot, tile.v.phase)
             self.kv.prepare_values(tile.v.slot, which)
-            if const_expr(self.config.early_values):
-                self.release(tile.v.slot)
 
     @cute.jit
     def add_values(

@@ -61,12 +61,6 @@ class Nvfp4Fragments:
         if not self.whole_units:
             self.v_first = self.v_first + 2 * (warp % 2)
         self.query_stride = 32 * self.units_per_lane if self.whole_units else 16
-        # Operands of a step's tiles, where they are made before the softmax.
-        words = 16 * config.head_size // 64
-        self.early = [
-            cute.make_rmem_tensor((words,), Int32)
-            for _ in range(config.step_tiles if config.early_values else 0)
-        ]
 
     def load_keys(self, slot: Int32, p: int, loaded):
         """(words of both tokens, their scales as f16x2); a load serves two passes."""
@@ -154,35 +148,8 @@ class Nvfp4Fragments:
                 for z in range(2):
                     dsl.st_shared_b32(table + (4 * i + 2 * pair + z) * 128, scales[z])
         cute.arch.sync_warp()
-        if not self.config.early_values:
-            return
-        for load in range(self.value_loads):
-            loaded = self._load_values(slot, load, which)
-            for s in range(4):
-                for block, operands in enumerate(self._convert_values(loaded, s)):
-                    at = self._early_place(load, s, block)
-                    for z in range(4):
-                        self.early[which][at + z] = operands[z]
-
-    def _early_place(self, load: int, s: int, block: int) -> int:
-        return 4 * ((load * self.blocks_per_load + block) * 4 + s)
 
     def load_values(self, slot: Int32, u: int, which: int):
-        """What ``value_operands`` makes operands of."""
-        if self.config.early_values:
-            return u, which
-        return self._load_values(slot, u, which)
-
-    def value_operands(self, loaded, s: int):
-        if not self.config.early_values:
-            return self._convert_values(loaded, s)
-        load, which = loaded
-        return [
-            [self.early[which][self._early_place(load, s, block) + z] for z in range(4)]
-            for block in range(self.blocks_per_load)
-        ]
-
-    def _load_values(self, slot: Int32, u: int, which: int):
         """(words of the first 32 tokens and of the last, scales likewise)."""
         base = self.v_row + slot * self.config.stage_bytes
         address = base + (((self.v_unit + u) ^ self.v_swizzle) * 16)
@@ -191,7 +158,7 @@ class Nvfp4Fragments:
         far = dsl.ldmatrix_x4_trans(address + self.layout.second_half)
         return (near, far), [dsl.ld_shared_b32x4(table + 16 * half) for half in range(2)]
 
-    def _convert_values(self, loaded, s: int):
+    def value_operands(self, loaded, s: int):
         words, scales = loaded
         blocks = [[] for _ in range(self.blocks_per_load)]
         for half in range(2):

@@ -130,8 +130,7 @@ class DecodeSm90:
         )
         source = launch.pages(at, strides, sizes)
         if const_expr(config.block_scaled):
-            scaled = launch.block_scales(at, strides, sizes, D)
-            source = source._replace(block_scales=scaled)
+            source = source._replace(block_scales=launch.block_scales(at, strides))
         partial = self._workspace(mWorkspace, at.counters, scalars.ctas)
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(

@@ -17,7 +17,7 @@ from cute_kernels.attention.common.tile_schedule import (
     next_item,
     segment_at,
 )
-from cute_kernels.attention.decode_sm90.config import NVFP4_GROUP, TILE_TOKENS, DecodeConfig
+from cute_kernels.attention.decode_sm90.config import TILE_TOKENS, DecodeConfig
 from cute_kernels.attention.decode_sm90.layout import TileLayout, swizzle_bits
 
 # Each byte of the cache is read once: L2 should drop it first (createpolicy evict_first).
@@ -25,9 +25,21 @@ EVICT_FIRST = 0x12F0000000000000
 
 
 class BlockScales(NamedTuple):
-    """K's or V's of a block-scaled cache: (groups of a head, tokens, heads, pages) bytes."""
+    """K's or V's of a block-scaled cache: address, and strides in bytes; groups are contiguous."""
 
-    mScale: cute.Tensor
+    base: Int64
+    page: Int64
+    token: Int32
+    head: Int64
+
+
+class ScalePiece(NamedTuple):
+    """What a lane copies of a tile's scales in one go: of which token, and how much of it (0 for a
+    token that no row may see)."""
+
+    page: Int32
+    in_page: Int32
+    live_bytes: Int32
 
 
 class PagedSource(NamedTuple):
@@ -104,26 +116,22 @@ class Producer:
         cute.copy(operand.atom, g, s, tma_bar_ptr=full, cache_policy=Int64(self.cache_policy))
 
     @cute.jit
-    def load_scales(
-        self, scales: BlockScales, ring: Ring, slot: Int32, boxes, segment, tile: Int32
-    ):
-        """The block scales of a tile, zeros for tokens that no row may see: a NaN among those must
-        not reach an MMA, and with them their K and V are zeros too.
+    def scale_pieces(self, boxes, segment, tile: Int32):
+        """The lane's pieces of a tile's block scales.
 
         Copies of a token's scales, not TMA boxes: in a page with the heads of a token side by side
-        a row is as short as 4 bytes. Lanes take neighbouring pieces.
+        a row is as short as 4 bytes. Lanes take neighbouring pieces. Of tokens that no row may see
+        the copy writes zeros: a NaN among those scales must not reach an MMA, and with a scale of
+        zero K and V are zeros too.
         """
         config = self.config
-        row = config.head_size // NVFP4_GROUP
-        size = min(row, 16)
-        lanes = row // size
+        size, lanes = config.scale_piece
         tokens = 32 // lanes
         lane = cute.arch.lane_idx()
-        shared = ring.base.toint() + slot * config.stage_bytes + config.data_bytes + lane * size
-        mScale = scales.mScale
+        pieces = []
         for i in cutlass.range_constexpr(TILE_TOKENS // tokens):
             in_tile = i * tokens + lane // lanes
-            in_page, page = boxes[i * tokens // config.box_tokens][1::-1]
+            page, in_page = boxes[i * tokens // config.box_tokens]
             if const_expr(config.box_tokens < tokens):
                 other = boxes[i * tokens // config.box_tokens + 1]
                 second = lane // lanes >= config.box_tokens
@@ -133,18 +141,20 @@ class Producer:
             live = Int32(size)
             if (token < segment.low) | (token >= segment.seq.used):
                 live = Int32(0)
-            at = cute.crd2idx(
-                (
-                    (lane % lanes) * size,
-                    in_page + (in_tile & (config.box_tokens - 1)),
-                    segment.head,
-                    page,
-                ),
-                mScale.layout,
-            )
-            dsl_nvfp4.copy_async_or_zero(
-                shared + i * 32 * size, mScale.iterator.toint() + Int64(at), size, live
-            )
+            pieces.append(ScalePiece(page, in_page + (in_tile & (config.box_tokens - 1)), live))
+        return pieces
+
+    @cute.jit
+    def copy_scales(self, scales: BlockScales, first: Int64, ring: Ring, slot: Int32, pieces):
+        """first: the address of the lane's part of the head's scales."""
+        config = self.config
+        size, _ = config.scale_piece
+        shared = ring.base.toint() + slot * config.stage_bytes + config.data_bytes
+        shared = shared + cute.arch.lane_idx() * size
+        for i in cutlass.range_constexpr(len(pieces)):
+            piece = pieces[i]
+            at = first + Int64(piece.page) * scales.page + Int64(piece.in_page) * scales.token
+            dsl_nvfp4.copy_async_or_zero(shared + i * 32 * size, at, size, piece.live_bytes)
         dsl_nvfp4.arrive_after_copies((ring.full + slot).toint())
 
     @cute.jit
@@ -165,6 +175,13 @@ class Producer:
             run_start = Int32(0)
             if source.paged == 0:
                 run_start = self.lengths.mCuK[b]
+            if const_expr(config.block_scaled):
+                size, lanes = config.scale_piece
+                part = (lane % lanes) * size
+                first = [
+                    scales.base + Int64(segment.head) * scales.head + part
+                    for scales in source.block_scales
+                ]
             page = Int32(0)
             in_page = Int32(0)
             ahead = Int32(0)
@@ -192,6 +209,8 @@ class Producer:
                         )
                     )
                 ahead = ahead + layout.boxes
+                if const_expr(config.block_scaled):
+                    pieces = self.scale_pieces(boxes, segment, t)
                 for operand in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(ring.empty + slot, phase)
                     with cute.arch.elect_one():
@@ -206,9 +225,8 @@ class Producer:
                             ring.full + slot,
                         )
                     if const_expr(config.block_scaled):
-                        self.load_scales(
-                            source.block_scales[operand], ring, slot, boxes, segment, t
-                        )
+                        scales = source.block_scales[operand]
+                        self.copy_scales(scales, first[operand], ring, slot, pieces)
                     slot = slot + 1
                     if slot == config.stages:
                         slot = Int32(0)

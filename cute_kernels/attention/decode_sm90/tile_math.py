@@ -109,22 +109,24 @@ class TileMath(ConsumerLane):
                 scale = dsl.ld_shared_f32x2(self.smem.q_scale + 32 * n + 8 * self.j)
             for i in cutlass.range_constexpr(4):
                 rS[4 * n + i] = rS[4 * n + i] * scale[i % 2]
-        if self.softcap != 0.0:
-            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)); x is in log2 units already
-            inverse = 2.0 / self.softcap
-            cap = self.softcap * dsl.LOG2_E
-            for i in cutlass.range_constexpr(4 * self.row_blocks):
-                e = dsl.exp2(rS[i] * inverse)
-                rS[i] = cap - (2.0 * cap) * cute.arch.rcp_approx(1.0 + e)
-        if masked != 0:
-            token = tile * TILE_TOKENS + self.token_in_tile
-            for n in cutlass.range_constexpr(self.row_blocks):
-                limits = dsl.ld_shared_b32x4(self.smem.visible + 64 * n + 16 * self.j)
-                for i in cutlass.range_constexpr(4):
-                    position = token + 8 * (i // 2)
-                    low, high = limits[2 * (i % 2)], limits[2 * (i % 2) + 1]
-                    if (position < low) | (position >= high):
-                        rS[4 * n + i] = Float32(dsl.NEG_INF)
+        # One rare block: apart, their instructions would be issued for every tile, predicated off.
+        if (masked != 0) | (self.softcap != 0.0):
+            if self.softcap != 0.0:
+                # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)); x is in log2 units already
+                inverse = 2.0 / self.softcap
+                cap = self.softcap * dsl.LOG2_E
+                for i in cutlass.range_constexpr(4 * self.row_blocks):
+                    e = dsl.exp2(rS[i] * inverse)
+                    rS[i] = cap - (2.0 * cap) * cute.arch.rcp_approx(1.0 + e)
+            if masked != 0:
+                token = tile * TILE_TOKENS + self.token_in_tile
+                for n in cutlass.range_constexpr(self.row_blocks):
+                    limits = dsl.ld_shared_b32x4(self.smem.visible + 64 * n + 16 * self.j)
+                    for i in cutlass.range_constexpr(4):
+                        position = token + 8 * (i // 2)
+                        low, high = limits[2 * (i % 2)], limits[2 * (i % 2) + 1]
+                        if (position < low) | (position >= high):
+                            rS[4 * n + i] = Float32(dsl.NEG_INF)
 
     @cute.jit
     def softmax(self, scores, acc: cute.Tensor, state: Softmax, buffer: Int32):
@@ -268,8 +270,7 @@ class TileMath(ConsumerLane):
                 self._values_wgmma(acc, loaded, load, tile)
             else:
                 self._values_mma(acc, loaded, p, load)
-        if const_expr(not config.early_values):
-            self.release(slot)
+        self.release(slot)
         if const_expr(config.uses_wgmma):
             warpgroup.wait_group(0)
 
