@@ -13,10 +13,11 @@ Beside the time stands what the dtype is for: how many tokens fit.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +28,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from cute_kernels import flash_attn_varlen_func, reshape_and_cache
+from cute_kernels import flash_attn_varlen_func, reshape_and_cache, split_nvfp4
 from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
-from kvcache import can_run
 from perf import trace
 from perf.command import begin, finish
-from perf.inputs import CODE_RMS, MAX_SETS, ROTATED_BYTES, InputSet, random_codes
-from perf.providers import NOT_IMPLEMENTED, varlen_arguments
+from perf.inputs import CODE_RMS, MAX_SETS, NVFP4_RMS, ROTATED_BYTES, InputSet, random_codes
+from perf.providers import varlen_arguments
 from perf.rows import (
     OK,
     Machine,
@@ -54,7 +54,7 @@ TP_SIZES = (1, 2, 4, 8)
 PARTS = ("attention", "store")
 PAGE = 64
 # Bounds of ||out - reference|| / ||reference||: a bf16 cache has bf16 probabilities, too.
-MAX_ERROR = {"bf16": 6e-3, "fp8": 3e-3}
+MAX_ERROR = {"bf16": 6e-3, "fp8": 3e-3, "nvfp4": 3e-3}
 CHECK_STEP = (Work(1, 300), Work(4, 517), Work(37, 37), Work(200, 900))
 
 
@@ -88,7 +88,8 @@ class ServingCase:
 
 
 class Pool(NamedTuple):
-    """K and V pages of one layer kind: (pages, PAGE, Hkv, D) in the cache's dtype."""
+    """K and V pages of one layer kind as the store takes them: (pages, PAGE, Hkv, D) in the cache's
+    dtype, or the 9 D / 16 bytes of nvfp4."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -97,6 +98,7 @@ class Pool(NamedTuple):
 class StepInputs(NamedTuple):
     """attention: arguments of the call. key, value: (total_q, Hkv, D) bf16; slots: (total_q,)."""
 
+    pool: Pool
     attention: InputSet
     key: torch.Tensor
     value: torch.Tensor
@@ -123,6 +125,10 @@ def set_count(layer: Layers, step: tuple[Work, ...]) -> int:
 def make_pool(layer: Layers, dtype: str, pages: int, generator: torch.Generator) -> Pool:
     shape = (pages, PAGE, layer.config.num_kv_heads, layer.config.head_size)
     count = pages * PAGE * shape[2] * shape[3]
+    if dtype == "nvfp4":
+        heads_first = (pages, shape[2], PAGE, shape[3] // 16 * 9)
+        sides = (random_codes(math.prod(heads_first), generator) for _ in "kv")
+        return Pool(*(side.view(heads_first).transpose(1, 2) for side in sides))
     if dtype == "fp8":
         sides = (random_codes(count, generator).view(torch.float8_e4m3fn) for _ in "kv")
     else:
@@ -146,14 +152,18 @@ def make_step(layer: Layers, step: tuple[Work, ...], pool: Pool, pages: torch.Te
     generator = torch.Generator(device).manual_seed(total)
     normal = partial(torch.randn, generator=generator, device=device)
     q = normal((total, config.num_q_heads, config.head_size)).bfloat16()
-    key, value = (normal((total, *pool.k.shape[2:])).bfloat16() for _ in "kv")
+    key, value = (normal((total, config.num_kv_heads, config.head_size)).bfloat16() for _ in "kv")
     scale = None
+    kv = {"k": pool.k, "v": pool.v}
     if pool.k.dtype is torch.float8_e4m3fn:
         scale = torch.full((1,), 1 / CODE_RMS, device=device)
+    elif pool.k.dtype is torch.uint8:
+        scale = torch.full((1,), 1 / NVFP4_RMS, device=device)
+        for name, side in (("k", pool.k), ("v", pool.v)):
+            kv[name], kv[f"{name}_block_scale"] = split_nvfp4(side)
     attention = InputSet(
+        **kv,
         q=q,
-        k=pool.k,
-        v=pool.v,
         block_table=table.to(device),
         seqused_k=torch.tensor([keys for _, keys in step], dtype=torch.int32, device=device),
         cu_seqlens_q=queries.cumsum(0, dtype=torch.int32).to(device),
@@ -166,7 +176,7 @@ def make_step(layer: Layers, step: tuple[Work, ...], pool: Pool, pages: torch.Te
         softmax_scale=config.head_size**-0.5,
         window_left=-1 if config.sliding_window is None else config.sliding_window - 1,
     )
-    return StepInputs(attention, key, value, torch.cat(slots).to(device))
+    return StepInputs(pool, attention, key, value, torch.cat(slots).to(device))
 
 
 def attention_call(inputs: StepInputs) -> Call:
@@ -175,12 +185,13 @@ def attention_call(inputs: StepInputs) -> Call:
 
 
 def store_call(inputs: StepInputs) -> Call:
-    """Our store of an FP8 cache; torch's index_copy_ into one that holds what it is given."""
-    k, v = inputs.attention.k, inputs.attention.v
-    if k.dtype is torch.float8_e4m3fn:
-        scale = inputs.attention.k_descale
+    """Our store of a quantized cache; torch's index_copy_ into one that holds what it is given."""
+    k, v = inputs.pool
+    scale = inputs.attention.k_descale
+    if scale is not None:
         new = (inputs.key, inputs.value, k, v, inputs.slots)
-        return partial(reshape_and_cache, *new, "fp8", scale, scale)
+        dtype = "nvfp4" if k.dtype is torch.uint8 else "fp8"
+        return partial(reshape_and_cache, *new, dtype, scale, scale)
 
     def copy() -> None:
         for cache, new in ((k, inputs.key), (v, inputs.value)):
@@ -244,18 +255,12 @@ def over_layers(layers: list[Layers], part: str, steps: list[dict[str, Timing]])
     return Timing(*(statistics.fmean(values) for values in sums))
 
 
-def absent(layer: Layers) -> Measurement:
-    """Why this file has no call for the dtype of a kind of layer."""
-    reason = can_run(replace(layer.config, page_size=PAGE))
-    return Measurement(f"no kernel: {reason}" if reason else NOT_IMPLEMENTED)
-
-
 def measure(
     layers: list[Layers], dtype: str, steps: list[Step], rounds: int
 ) -> dict[str, Measurement]:
     """Parts of the sampled steps of one kind, over all layers."""
     for kind in layers:
-        result = check(kind, dtype, "cuda") if dtype in MAX_ERROR else absent(kind)
+        result = check(kind, dtype, "cuda")
         if result.status != OK:
             status = f"{kind.name}: {result.status}"
             return {part: Measurement(status, result.rel_error) for part in PARTS}

@@ -173,14 +173,6 @@ def test_a_step_is_the_sum_over_layers_and_the_mean_over_steps():
     assert bench_serving.over_layers(layers, "store", steps[:1]).median_us == 120
 
 
-def test_a_dtype_that_no_kernel_reads_gets_a_reason_and_no_time():
-    layers = trace.layers_of(model("llama-3-70b"), "nvfp4", 1)
-    found = bench_serving.measure(layers, "nvfp4", [], rounds=1)
-    for part in bench_serving.PARTS:
-        assert found[part].rotating is None
-        assert found[part].status.startswith("full_attention: no kernel: ")
-
-
 def test_one_kind_of_layer_that_is_wrong_leaves_the_step_without_a_time(monkeypatch):
     layers = trace.layers_of(model("gemma-4-31b"), "fp8", 1)
     steps = trace.sample(trace.simulate(SPEC), trace.PLAIN, 3)
