@@ -126,7 +126,7 @@ def _decode_sm90() -> KernelContract:
         name="decode_sm90",
         architectures=("sm_90a",),
         head_sizes=config.HEAD_SIZES,
-        kv_cache_formats=("fp8_e4m3",),
+        kv_cache_formats=config.KV_FORMATS,
         q_dtypes=config.Q_DTYPES,
         cache_in_q_dtype=False,
         tile_tokens=config.TILE_TOKENS,

@@ -3,8 +3,8 @@
 Plain torch, for the adapters whose framework has no paged cache of its own. A page holds
 `page_size` tokens of one sequence, and the pages of a layer are two tensors, K and V, of shape
 (num_pages, page_size, Hkv, F): F is the head size D, what `cute_kernels.flash_attn_varlen_func`
-takes, or for nvfp4 the 9 D / 16 bytes of `cute_kernels.reshape_and_cache`. No attention kernel here
-reads nvfp4 yet: such pages are dequantized to 16 bits for each attention call.
+takes, or for nvfp4 the 9 D / 16 bytes of `cute_kernels.reshape_and_cache`, which attention takes as
+codes and block scales.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class Step(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """K and V as attention takes them, with the block table that belongs to them."""
+    """K and V as `cute_kernels.flash_attn_varlen_func` takes them, by its names."""
 
-    k: torch.Tensor  # (pages, page_size, Hkv, D)
+    k: torch.Tensor  # (pages, page_size, Hkv, D); of nvfp4 codes, D / 2 bytes
     v: torch.Tensor
-    block_table: torch.Tensor  # (B, max_pages) int32
     k_descale: torch.Tensor | None  # float32 (1,) or (Hkv,); None for 1
     v_descale: torch.Tensor | None
+    k_block_scale: torch.Tensor | None = None  # nvfp4: (pages, page_size, Hkv, D / 16)
+    v_block_scale: torch.Tensor | None = None
 
 
 class PageTable:
@@ -194,9 +195,9 @@ class Pages:
         """float32 (1,) or (Hkv,) factors of K and V, None for 1."""
         return None, None
 
-    def attended(self, step: Step) -> Attended:
-        """What the attention call of a step reads."""
-        return Attended(self.k, self.v, step.block_table, *self.descales())
+    def attended(self) -> Attended:
+        """What an attention call reads, through the block table of its step."""
+        return Attended(self.k, self.v, *self.descales())
 
     def grow(self, num_pages: int) -> None:
         """Make room for `num_pages` pages. Pages already there keep their contents; new ones have
@@ -261,7 +262,7 @@ class NVFP4Pages(ScaledPages):
     """E2M1 codes and E4M3 block scales, `[data | scales]` in each page of K and of V.
 
     Elements are rounded to 16 bits before they are stored, as a serving engine's keys and values
-    are. Reading dequantizes; subclasses differ in how the store chooses block scales.
+    are. Subclasses differ in how the store chooses block scales.
     """
 
     kv_cache_dtype = "nvfp4"
@@ -286,26 +287,17 @@ class NVFP4Pages(ScaledPages):
 
     def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         pages = block_table[:, : -(-length // self.k.shape[1])]
-        k, v = self._dequantized(pages, torch.float32)
-        return k.flatten(1, 2)[:, :length], v.flatten(1, 2)[:, :length]
-
-    def attended(self, step: Step) -> Attended:
-        pages = step.block_table[:, : -(-step.kv_len // self.k.shape[1])]
-        k, v = (x.flatten(0, 1) for x in self._dequantized(pages, self.query_dtype))
-        table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
-        table = torch.where(pages >= 0, table.view(pages.shape), -1)
-        return Attended(k, v, table, None, None)
-
-    def _dequantized(self, pages: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """K and V of the pages (B, n): (B, n, page_size, Hkv, D). What a page that is not held
-        (-1) gives has no meaning."""
-        pages = pages.clamp(min=0)
         out = []
         for side, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
             data, block_scale = cute_kernels.split_nvfp4(side)
             block_scale = _as_bytes(block_scale)[pages]
-            out.append(cute_kernels.dequantize_nvfp4(data[pages], block_scale, scale, dtype))
-        return out
+            x = cute_kernels.dequantize_nvfp4(data[pages], block_scale, scale)
+            out.append(x.flatten(1, 2)[:, :length])
+        return out[0], out[1]
+
+    def attended(self) -> Attended:
+        (k, k_scales), (v, v_scales) = (cute_kernels.split_nvfp4(side) for side in (self.k, self.v))
+        return Attended(k, v, *self.descales(), k_scales, v_scales)
 
 
 class FourOverSixPages(NVFP4Pages):

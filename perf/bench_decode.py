@@ -1,7 +1,8 @@
-"""Decode attention over a paged FP8 KV cache: ours, the Triton baseline, and peers.
+"""Decode attention over a paged FP8 or NVFP4 KV cache: ours, the Triton baseline, and peers.
 
     python -m perf.bench_decode                     every case, table on the terminal
     python -m perf.bench_decode --cases D512 --json results.json --png results.png
+    python -m perf.bench_decode --cases nvfp4
 
 Each provider is checked against the float64 reference on random inputs first; one that is wrong
 gets no time. Times are medians of interleaved rounds of CUDA-graph replays (perf/README.md). The
@@ -16,7 +17,7 @@ from dataclasses import replace
 import click
 from tqdm import tqdm
 
-from perf.cases import DECODE_CASES, QUICK_CASES, DecodeCase, select_cases
+from perf.cases import ALL_CASES, QUICK_CASES, DecodeCase, select_cases
 from perf.command import begin, finish
 from perf.inputs import ROTATED_BYTES, KVPool, make_input_sets
 from perf.providers import Provider, select_providers
@@ -49,7 +50,7 @@ def check(case: DecodeCase, providers: list[Provider], pool: KVPool) -> dict[str
     inputs = make_input_sets(case, pool, seed=case.seed + CHECK_SEED_OFFSET, count=1)[0]
     results = {}
     for provider in providers:
-        reason = provider.why_not()
+        reason = provider.why_not(case.kv_cache_dtype)
         if reason is not None:
             results[provider.name] = Measurement(reason)
             continue
@@ -108,14 +109,14 @@ def run(
     return rows
 
 
-@click.command(help="Time decode attention over a paged FP8 KV cache: ours, Triton, peers.")
+@click.command(help="Time decode attention over a paged KV cache: ours, Triton, peers.")
 @click.option("--all", "all_cases", is_flag=True, help="every case (the default)")
 @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
 @click.option("--providers", multiple=True, metavar="NAME", help="only these; may be repeated")
 @click.option("--one-scale", is_flag=True, help="one scale for K and V, which some peers need")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
 @click.option("--png", "png_path", type=click.Path(dir_okay=False), help="write a plot")
-@click.option("--quick", is_flag=True, help="four cases, few rounds: a smoke test")
+@click.option("--quick", is_flag=True, help="a case a head size, few rounds: a smoke test")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
 @click.option("--commit", help="what to record where there is no git repository")
 @click.option("--list", "list_only", is_flag=True, help="print the cases and stop")
@@ -140,7 +141,7 @@ def main(
         raise click.UsageError(str(error)) from None
     chosen = [replace(case, one_scale=one_scale) for case in chosen]
     if list_only:
-        for case in DECODE_CASES:
+        for case in ALL_CASES:
             click.echo(case.name)
         return
     machine = begin("perf.bench_decode", commit)

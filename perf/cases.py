@@ -7,7 +7,7 @@ dropped for being slow: a case that we lose stays in the table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -43,7 +43,14 @@ class DecodeCase:
             text += f" w{self.window}"
         if self.one_scale:
             text += " one scale"
+        if self.kv_cache_dtype != "fp8_e4m3":
+            text += f" {self.kv_cache_dtype}"
         return text
+
+    @property
+    def kv_layout(self) -> str:
+        """Order in a page: that of serving engines, which keep a head's nvfp4 scales together."""
+        return "HND" if self.kv_cache_dtype == "nvfp4" else "NHD"
 
     @property
     def group(self) -> int:
@@ -73,7 +80,7 @@ class DecodeCase:
             "kv_cache_dtype": self.kv_cache_dtype,
             "page_size": self.page_size,
             "page_order": "random",
-            "kv_layout": "NHD",
+            "kv_layout": self.kv_layout,
             "mask": "causal",
             "window": self.window,
             "softcap": 0.0,
@@ -97,8 +104,11 @@ DECODE_CASES = (
     DecodeCase(64, 8192, 32, 16, 256, window=1024),
     DecodeCase(32, 8192, 64, 8, 64),
 )
+# The same from a cache of 9 / 16 of the bytes.
+NVFP4_CASES = tuple(replace(case, kv_cache_dtype="nvfp4") for case in DECODE_CASES)
+ALL_CASES = DECODE_CASES + NVFP4_CASES
 # One case of each head size, short ones: a smoke test, not a result.
-QUICK_CASES = tuple(DECODE_CASES[i] for i in (1, 8, 10, 11))
+QUICK_CASES = tuple(cases[i] for cases in (DECODE_CASES, NVFP4_CASES) for i in (1, 8, 10, 11))
 
 
 def select_cases(patterns: tuple[str, ...]) -> list[DecodeCase]:
@@ -109,9 +119,9 @@ def select_cases(patterns: tuple[str, ...]) -> list[DecodeCase]:
     """
     chosen = []
     for pattern in patterns:
-        found = [case for case in DECODE_CASES if pattern.lower() in case.name.lower()]
+        found = [case for case in ALL_CASES if pattern.lower() in case.name.lower()]
         if not found:
-            known = ", ".join(case.name for case in DECODE_CASES)
+            known = ", ".join(case.name for case in ALL_CASES)
             raise ValueError(f"no case matches {pattern!r}; known: {known}")
         chosen += [case for case in found if case not in chosen]
-    return chosen or list(DECODE_CASES)
+    return chosen or list(ALL_CASES)

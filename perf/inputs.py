@@ -12,24 +12,27 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cute_kernels import split_nvfp4
 from perf.cases import DecodeCase
-from perf.traffic import traffic
+from perf.traffic import ELEMENT_BYTES, traffic
 
 ROTATED_BYTES = 400_000_000
 MAX_SETS = 32
 # Bytes drawn in one go: randint's temporary is of the same size.
 _CHUNK = 1 << 28
-# Root mean square of uniformly drawn e4m3 codes; descales bring values to about unit variance.
+# Root mean square of uniformly drawn e4m3 codes, and of e2m1 codes times such block scales:
+# descales bring values to about unit variance.
 CODE_RMS = 100.0
+NVFP4_RMS = 293.0
 
 
 @dataclass(frozen=True)
 class InputSet:
     """Arguments of one call: the names of `flash_attn_varlen_func`.
 
-    q, out (batch * q_len, Hq, D); k, v (num_blocks, page, Hkv, D) float8_e4m3fn; block_table
-    (batch, pages) int32; descales (batch, Hkv) float32; lse (Hq, batch * q_len) float32 is scratch
-    for providers that always write one.
+    q, out (batch * q_len, Hq, D); k, v (num_blocks, page, Hkv, D) float8_e4m3fn, or codes of nvfp4
+    with their block scales; block_table (batch, pages) int32; descales (batch, Hkv) float32; lse
+    (Hq, batch * q_len) float32 is scratch for providers that always write one.
     """
 
     q: torch.Tensor
@@ -46,6 +49,8 @@ class InputSet:
     max_seqlen_k: int
     softmax_scale: float
     window_left: int
+    k_block_scale: torch.Tensor | None = None
+    v_block_scale: torch.Tensor | None = None
 
     def poison(self) -> None:
         """Make an output that a kernel forgets to write visible."""
@@ -75,7 +80,7 @@ class InputSet:
 def kv_side_bytes(case: DecodeCase) -> int:
     """Bytes of K (or of V) of all sequences of a case, keys outside the window included."""
     tokens = case.batch * case.pages_per_sequence * case.page_size
-    return tokens * case.num_kv_heads * case.head_size
+    return int(tokens * case.num_kv_heads * case.head_size * ELEMENT_BYTES[case.kv_cache_dtype])
 
 
 def set_count(case: DecodeCase) -> int:
@@ -84,7 +89,7 @@ def set_count(case: DecodeCase) -> int:
 
 
 class KVPool:
-    """K bytes and V bytes for the largest of some cases: (bytes,) uint8 each, no NaN codes."""
+    """K bytes and V bytes for the largest of some cases: (bytes,) uint8 each, no e4m3 NaN."""
 
     def __init__(self, cases: Iterable[DecodeCase], device: str, seed: int = 0) -> None:
         wanted = max(kv_side_bytes(case) * set_count(case) for case in cases)
@@ -92,14 +97,22 @@ class KVPool:
         self.k = random_codes(wanted, generator)
         self.v = random_codes(wanted, generator)
 
-    def views(self, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a case: as many (page, Hkv, D) pages as the pool holds."""
-        page_bytes = case.page_size * case.num_kv_heads * case.head_size
-        shape = (-1, case.page_size, case.num_kv_heads, case.head_size)
+    def views(self, case: DecodeCase) -> dict[str, torch.Tensor]:
+        """K and V of a case, by their names in an input set: as many pages as the pool holds."""
+        row = int(case.head_size * ELEMENT_BYTES[case.kv_cache_dtype])
+        page_bytes = case.page_size * case.num_kv_heads * row
         pages = self.k.numel() // page_bytes
-        sides = (side[: pages * page_bytes].view(shape) for side in (self.k, self.v))
-        k, v = (side.view(torch.float8_e4m3fn) for side in sides)
-        return k, v
+        found = {}
+        for name, side in (("k", self.k), ("v", self.v)):
+            used = side[: pages * page_bytes]
+            if case.kv_cache_dtype == "nvfp4":
+                heads_first = used.view(-1, case.num_kv_heads, case.page_size, row)
+                data, scales = split_nvfp4(heads_first.transpose(1, 2))
+                found[name], found[f"{name}_block_scale"] = data, scales
+            else:
+                shape = (-1, case.page_size, case.num_kv_heads, row)
+                found[name] = used.view(shape).view(torch.float8_e4m3fn)
+        return found
 
 
 def random_codes(count: int, generator: torch.Generator) -> torch.Tensor:
@@ -116,19 +129,20 @@ def make_input_sets(
     case: DecodeCase, pool: KVPool, seed: int | None = None, count: int | None = None
 ) -> list[InputSet]:
     """Input sets of a case over disjoint pages; by default enough to rotate ROTATED_BYTES."""
-    k, v = pool.views(case)
+    kv = pool.views(case)
+    k = kv["k"]
     device = str(k.device)
     pages_per_set = case.batch * case.pages_per_sequence
     count = min(count or set_count(case), k.shape[0] // pages_per_set)
     generator = torch.Generator(device).manual_seed(case.seed if seed is None else seed)
     order = torch.randperm(k.shape[0], generator=generator, device=device).to(torch.int32)
     tables = order[: count * pages_per_set].view(count, case.batch, case.pages_per_sequence)
-    return [_make_set(case, (k, v), table.contiguous(), generator) for table in tables]
+    return [_make_set(case, kv, table.contiguous(), generator) for table in tables]
 
 
 def _make_set(
     case: DecodeCase,
-    kv: tuple[torch.Tensor, torch.Tensor],
+    kv: dict[str, torch.Tensor],
     table: torch.Tensor,
     generator: torch.Generator,
 ) -> InputSet:
@@ -139,15 +153,15 @@ def _make_set(
 
     def descale() -> torch.Tensor:
         """Values within 2x of each other, so that a scale of the wrong sequence or head shows."""
+        rms = NVFP4_RMS if case.kv_cache_dtype == "nvfp4" else CODE_RMS
         if case.one_scale:
-            return torch.full((1, 1), 1 / CODE_RMS, device=device).expand(shape_of_scales)
+            return torch.full((1, 1), 1 / rms, device=device).expand(shape_of_scales)
         random = torch.rand(shape_of_scales, generator=generator, device=device)
-        return (0.7 + 0.7 * random) / CODE_RMS
+        return (0.7 + 0.7 * random) / rms
 
     return InputSet(
+        **kv,
         q=q,
-        k=kv[0],
-        v=kv[1],
         block_table=table,
         seqused_k=torch.full((case.batch,), case.kv_len, dtype=torch.int32, device=device),
         cu_seqlens_q=torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.q_len,

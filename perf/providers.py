@@ -28,18 +28,21 @@ MAX_RELATIVE_ERROR = 3e-3
 class Provider:
     """name: as in result rows. module: what must be importable. bind: the call for an input set,
     which writes `inputs.out`; None where the module is known but nobody has written its call.
-    on_request: takes part only where it is named."""
+    on_request: takes part only where it is named. kv_cache_dtypes: what it reads."""
 
     name: str
     module: str
     bind: Callable[[InputSet], Call] | None
     max_relative_error: float = MAX_RELATIVE_ERROR
     on_request: bool = False
+    kv_cache_dtypes: tuple[str, ...] = ("fp8_e4m3",)
 
-    def why_not(self) -> str | None:
+    def why_not(self, kv_cache_dtype: str = "fp8_e4m3") -> str | None:
         """Why this provider cannot run here; None if it can."""
         if find_spec(self.module) is None:
             return NOT_INSTALLED
+        if kv_cache_dtype not in self.kv_cache_dtypes:
+            return f"reads no {kv_cache_dtype} cache"
         return NOT_IMPLEMENTED if self.bind is None else None
 
 
@@ -65,6 +68,8 @@ def varlen_arguments(inputs: InputSet) -> dict[str, object]:
         "window_size": (inputs.window_left, 0),
         "k_descale": inputs.k_descale,
         "v_descale": inputs.v_descale,
+        "k_block_scale": inputs.k_block_scale,
+        "v_block_scale": inputs.v_block_scale,
     }
 
 
@@ -89,7 +94,12 @@ def _bind_vllm_fa4(inputs: InputSet) -> Call:
 # XQA computes with FP8 queries at head sizes up to 256: 3.2e-2 on such inputs. SDPA rounds K and V
 # to 16 bits once more.
 PROVIDERS = (
-    Provider("cute_kernels", "cute_kernels", _bind_cute_kernels),
+    Provider(
+        "cute_kernels",
+        "cute_kernels",
+        _bind_cute_kernels,
+        kv_cache_dtypes=("fp8_e4m3", "nvfp4"),
+    ),
     Provider("triton_baseline", "triton", _bind_triton_baseline),
     Provider("flashinfer_xqa", "flashinfer", peers.flashinfer_xqa, max_relative_error=5e-2),
     Provider("flashinfer_fa2", "flashinfer", peers.flashinfer_fa2),

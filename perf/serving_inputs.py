@@ -70,7 +70,8 @@ def make_pool(layer: Layers, dtype: str, pages: int, generator: torch.Generator)
 
 def _nvfp4_side(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     draw = partial(torch.randint, dtype=torch.uint8, generator=generator, device=generator.device)
-    side = draw(0, 256, (*shape[:-1], shape[-1] * 9 // 16))
+    pages, tokens, heads, size = shape
+    side = draw(0, 256, (pages, heads, tokens, size * 9 // 16)).transpose(1, 2)
     scales = split_nvfp4(side)[1].view(torch.uint8)
     scales.copy_(draw(*_SCALE_CODES, scales.shape))
     return side

@@ -100,6 +100,7 @@ def test_every_variant_of_the_prefill_kernel_is_in_one_contract_and_the_reverse(
     assert PREFILL_16_BITS.head_sizes == (64, 128, 256)
     assert [contract.cache_in_q_dtype for contract in contracts()] == [False, False, True]
     assert {contract.kv_cache_formats for contract in contracts()} == {
+        ("fp8_e4m3", "nvfp4"),
         ("fp8_e4m3",),
         ("bf16", "fp16"),
     }
@@ -112,6 +113,7 @@ def test_every_variant_is_in_the_contract_and_the_reverse():
     heads = {variant.head_size for variant in table}
     assert heads == set(DECODE_SM90.head_sizes)
     assert {variant.q_dtype for variant in table} == set(DECODE_SM90.q_dtypes)
+    assert {variant.kv_format for variant in table} == set(DECODE_SM90.kv_cache_formats)
     for head_size in heads:
         rows = max(variant.rows for variant in table if variant.head_size == head_size)
         assert DECODE_SM90.max_packed_rows(head_size) == rows
@@ -216,7 +218,11 @@ def test_support_table():
     table = {title: columns for title, *columns in cells}
     assert table["kernel"] == ["`decode_sm90`", "`prefill_sm90`", "`prefill_sm90_16_bits`"]
     assert table["head size"] == ["64, 128, 256, 512"] * 2 + ["64, 128, 256"]
-    assert table["KV cache"] == ["`fp8_e4m3`"] * 2 + ["`bf16`, `fp16`, as the queries"]
+    assert table["KV cache"] == [
+        "`fp8_e4m3`, `nvfp4`",
+        "`fp8_e4m3`",
+        "`bf16`, `fp16`, as the queries",
+    ]
     for cell in table["page size, tokens"]:
         assert cell.startswith("multiples of 16; 64 preferred")
     ends = [cell.rpartition(", ")[2] for cell in table["features"]]

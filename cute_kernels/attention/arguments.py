@@ -12,17 +12,31 @@ It runs on every eager call, so the accepted path is written for speed: attribut
 from __future__ import annotations
 
 import numbers
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
+
+from cute_kernels.attention.cache_arguments import (
+    check_block_scales,
+    check_descale,
+    check_kv,
+    check_last_dim,
+    describe,
+    refuse,
+)
 
 # Window bounds from here on mean "unlimited": 2^30 keys are more than any sequence has, and
 # `position + bound` then stays inside int32 in the kernels.
 WINDOW_UNLIMITED_FROM = 2**30
 
-_FP8 = torch.float8_e4m3fn
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _Q_DTYPES = (torch.bfloat16, torch.float16)
+_KV_FORMATS = {
+    torch.uint8: "nvfp4",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 _INT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 _DEVICES = ("cpu", "cuda")
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -71,7 +85,7 @@ class AttentionProblem(NamedTuple):
     """
 
     q: torch.Tensor  # (total_q, Hq, D) bf16 or fp16
-    k: torch.Tensor  # float8_e4m3fn or q's dtype
+    k: torch.Tensor  # float8_e4m3fn, q's dtype, or uint8: nvfp4, whose last dim is D / 2
     v: torch.Tensor  # as k
     cu_seqlens_q: torch.Tensor  # (B + 1,) int32
     max_seqlen_q: int  # upper bound of the query lengths, at most total_q
@@ -89,6 +103,13 @@ class AttentionProblem(NamedTuple):
     deterministic: bool
     out: torch.Tensor | None  # q's shape and dtype
     return_lse: bool
+    k_block_scale: torch.Tensor | None = None  # nvfp4: as k, float8_e4m3fn, its last dim D / 16
+    v_block_scale: torch.Tensor | None = None
+
+    @property
+    def kv_format(self) -> str:
+        """The storage format of k and v: "nvfp4", "fp8_e4m3", "bf16" or "fp16"."""
+        return _KV_FORMATS[self.k.dtype]
 
 
 def validate(  # noqa: PLR0913 - the parameters of the public function
@@ -116,6 +137,7 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
     s_aux: torch.Tensor | None = None,
     deterministic: bool = False,
     fa_version: int | None = 4,
+    v_scale_layout: str = "linear",
     **others: Any,
 ) -> AttentionProblem:
     """Check every argument of ``flash_attn_varlen_func`` and return them normalised.
@@ -131,32 +153,31 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
     if others:
         _check_others(others)
     if fa_version is not None and (isinstance(fa_version, torch.Tensor) or fa_version != 4):
-        _refuse("fa_version", fa_version, "None or 4")
-    if k_block_scale is not None or v_block_scale is not None:
-        name = "v_block_scale" if k_block_scale is None else "k_block_scale"
-        _refuse(name, "the scales of an nvfp4 cache", "None", NotImplementedError)
+        refuse("fa_version", fa_version, "None or 4")
     if not isinstance(q, torch.Tensor) or q.dtype not in _Q_DTYPES or q.dim() != 3:
-        _refuse("q", _describe(q), "a bfloat16 or float16 (total_q, Hq, D) tensor")
+        refuse("q", describe(q), "a bfloat16 or float16 (total_q, Hq, D) tensor")
     device, (total_q, num_q_heads, head_size) = q.device, q.shape
     if device.type not in _DEVICES and type(q) is torch.Tensor:
-        _refuse("q", _describe(q), "a tensor on cpu or cuda")
-    _check_last_dim("q", q)
+        refuse("q", describe(q), "a tensor on cpu or cuda")
+    check_last_dim("q", q)
     batch = _check_index("cu_seqlens_q", cu_seqlens_q, device) - 1
-    num_kv_heads = _check_kv(q, k, v, block_table is not None)
+    block_scaled = k_block_scale is not None or v_block_scale is not None
+    num_kv_heads = check_kv(q, k, v, block_table is not None, block_scaled)
+    check_block_scales(k, v, k_block_scale, v_block_scale, v_scale_layout)
     if block_table is not None:
         _check_block_table(block_table, device, batch)
     elif cu_seqlens_k is None:
-        _refuse("cu_seqlens_k", None, "an int32 (B + 1,) tensor, where there is no block_table")
+        refuse("cu_seqlens_k", None, "an int32 (B + 1,) tensor, where there is no block_table")
     if seqused_k is not None:
         _check_index("seqused_k", seqused_k, device, batch)
     elif cu_seqlens_k is None:
-        _refuse("seqused_k", None, "an int32 (B,) tensor; with cu_seqlens_k also None")
+        refuse("seqused_k", None, "an int32 (B,) tensor; with cu_seqlens_k also None")
     if cu_seqlens_k is not None:
         _check_index("cu_seqlens_k", cu_seqlens_k, device, batch + 1)
     if k_descale is not None:
-        k_descale = _check_descale("k_descale", k_descale, k, batch, num_kv_heads)
+        k_descale = check_descale("k_descale", k_descale, k, batch, num_kv_heads)
     if v_descale is not None:
-        v_descale = _check_descale("v_descale", v_descale, v, batch, num_kv_heads)
+        v_descale = check_descale("v_descale", v_descale, v, batch, num_kv_heads)
     if s_aux is not None:
         s_aux = _check_sinks(s_aux, device, num_q_heads)
     if out is not None:
@@ -175,21 +196,8 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
         window_left, window_right,
         0.0 if softcap is None else _check_softcap(softcap),
         _check_num_splits(num_splits), bool(deterministic), out, bool(return_softmax_lse),
+        k_block_scale, v_block_scale,
     )  # fmt: skip
-
-
-def _refuse(
-    name: str, given: object, accepted: str, error: type[Exception] = ValueError
-) -> NoReturn:
-    raise error(f"flash_attn_varlen_func: {name}: got {given}; accepted: {accepted}")
-
-
-def _describe(x: object) -> str:
-    if not isinstance(x, torch.Tensor):
-        text = repr(x)
-        return text if len(text) <= 200 else f"{text[:200]}... ({type(x).__name__})"
-    dtype = str(x.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(x.shape)} with strides {tuple(x.stride())} on {x.device}"
 
 
 def _check_others(others: dict[str, Any]) -> None:
@@ -203,41 +211,7 @@ def _check_others(others: dict[str, Any]) -> None:
         if is_world_size and isinstance(value, int) and value == 1:
             continue
         neutral = "None, 0, False" + (" or 1" if is_world_size else "")
-        _refuse(name, _describe(value), f"{neutral} (not implemented)", NotImplementedError)
-
-
-def _check_last_dim(name: str, x: torch.Tensor) -> None:
-    if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
-        _refuse(name, _describe(x), "any strides with a contiguous last dim")
-
-
-def _check_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool) -> int:
-    """Check q's head counts, k and v, against each other; return Hkv."""
-    form = "(num_blocks, block_size, Hkv, D) with" if paged else "(total_k, Hkv, D) without"
-    rank, dtype, device = 4 if paged else 3, q.dtype, q.device
-    for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor) or x.dim() != rank:
-            _refuse(name, _describe(x), f"{form} block_table")
-        if x.dtype is not _FP8 and x.dtype is not dtype:
-            hint = " (of a uint8 cache: .view(torch.float8_e4m3fn))"
-            hint = hint if x.dtype is torch.uint8 else ""
-            _refuse(name, _describe(x), f"q's dtype, {dtype}, or torch.float8_e4m3fn{hint}")
-        if x.device != device:
-            _refuse(name, _describe(x), f"a tensor on q's device, {device}")
-        _check_last_dim(name, x)
-    (_, num_q_heads, head_size), shape = q.shape, k.shape
-    if num_q_heads < 1 or head_size < 1:
-        _refuse("q", _describe(q), "Hq >= 1 and D >= 1")
-    if shape[-1] != head_size:
-        _refuse("k", f"head size {shape[-1]}", f"q's head size, {head_size}")
-    if v.shape != shape or v.dtype is not k.dtype:
-        _refuse("v", _describe(v), f"k's shape and dtype, {tuple(shape)} {k.dtype}")
-    num_kv_heads = shape[-2]
-    if num_kv_heads < 1 or num_q_heads % num_kv_heads:
-        _refuse("k", f"{num_kv_heads} KV heads", f"a divisor of q's head count, {num_q_heads}")
-    if paged and shape[1] < 1:
-        _refuse("k", f"block_size {shape[1]}", "block_size >= 1")
-    return num_kv_heads
+        refuse(name, describe(value), f"{neutral} (not implemented)", NotImplementedError)
 
 
 def _check_index(name: str, x: torch.Tensor, device: torch.device, length: int = -1) -> int:
@@ -248,47 +222,25 @@ def _check_index(name: str, x: torch.Tensor, device: torch.device, length: int =
         or x.dim() != 1
         or x.device != device
     ):
-        _refuse(name, _describe(x), f"a one-dimensional int32 tensor on q's device, {device}")
+        refuse(name, describe(x), f"a one-dimensional int32 tensor on q's device, {device}")
     size = x.shape[0]
     if length == -1:
         if size < 1:
-            _refuse(name, _describe(x), "shape (B + 1,)")
+            refuse(name, describe(x), "shape (B + 1,)")
     elif size != length:
-        _refuse(name, _describe(x), f"shape ({length},), as cu_seqlens_q has B + 1 entries")
+        refuse(name, describe(x), f"shape ({length},), as cu_seqlens_q has B + 1 entries")
     if not x.is_contiguous():
-        _refuse(name, _describe(x), "a contiguous tensor")
+        refuse(name, describe(x), "a contiguous tensor")
     return size
 
 
 def _check_block_table(table: torch.Tensor, device: torch.device, batch: int) -> None:
     if not isinstance(table, torch.Tensor) or table.dtype is not torch.int32 or table.dim() != 2:
-        _refuse("block_table", _describe(table), "an int32 (B, max_blocks) tensor")
+        refuse("block_table", describe(table), "an int32 (B, max_blocks) tensor")
     if table.device != device or table.shape[0] != batch:
         accepted = f"shape ({batch}, max_blocks) on q's device, {device}"
-        _refuse("block_table", _describe(table), accepted)
-    _check_last_dim("block_table", table)
-
-
-def _check_descale(
-    name: str, scale: torch.Tensor, cache: torch.Tensor, batch: int, num_kv_heads: int
-) -> torch.Tensor:
-    """View a descale as (B, Hkv); a vector is always per head, so B == Hkv is not ambiguous."""
-    if cache.dtype is not _FP8:
-        _refuse(name, _describe(scale), f"None, as a {cache.dtype} cache has no scales")
-    device = cache.device
-    if (
-        not isinstance(scale, torch.Tensor)
-        or scale.dtype is not torch.float32
-        or scale.device != device
-    ):
-        _refuse(name, _describe(scale), f"None or a float32 tensor on q's device, {device}")
-    shape = scale.shape
-    if shape == (batch, num_kv_heads):
-        return scale
-    if shape in ((), (1,), (num_kv_heads,)):
-        return scale.expand(batch, num_kv_heads)
-    accepted = f"shape (), (1,), (Hkv,) = ({num_kv_heads},) or (B, Hkv) = {(batch, num_kv_heads)}"
-    _refuse(name, _describe(scale), accepted)
+        refuse("block_table", describe(table), accepted)
+    check_last_dim("block_table", table)
 
 
 def _check_sinks(sinks: torch.Tensor, device: torch.device, num_q_heads: int) -> torch.Tensor:
@@ -297,9 +249,9 @@ def _check_sinks(sinks: torch.Tensor, device: torch.device, num_q_heads: int) ->
         or sinks.dtype not in _FLOAT_DTYPES
         or sinks.device != device
     ):
-        _refuse("s_aux", _describe(sinks), f"None or a float tensor on q's device, {device}")
+        refuse("s_aux", describe(sinks), f"None or a float tensor on q's device, {device}")
     if sinks.shape != (num_q_heads,):
-        _refuse("s_aux", _describe(sinks), f"shape (Hq,) = ({num_q_heads},)")
+        refuse("s_aux", describe(sinks), f"shape (Hq,) = ({num_q_heads},)")
     if sinks.dtype is not torch.float32:
         sinks = sinks.to(torch.float32)
     return sinks.contiguous()
@@ -313,14 +265,14 @@ def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
         or out.device != q.device
     ):
         accepted = f"q's shape, dtype and device: {tuple(q.shape)} {q.dtype} on {q.device}"
-        _refuse("out", _describe(out), accepted)
+        refuse("out", describe(out), accepted)
     if not out.is_contiguous():
-        _check_last_dim("out", out)
+        check_last_dim("out", out)
         # Dimensions by stride: each must step over all that the smaller ones span.
         span = 1
         for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
             if size > 1 and stride < span:
-                _refuse("out", _describe(out), "a tensor whose elements do not share memory")
+                refuse("out", describe(out), "a tensor whose elements do not share memory")
             span = max(span, stride * (size - 1) + span)
 
 
@@ -329,7 +281,7 @@ def _check_no_grad(tensors: tuple[torch.Tensor | None, ...]) -> None:
         if x is not None and x.requires_grad:
             name = ("q", "k", "v", "k_descale", "v_descale", "s_aux", "out")[index]
             accepted = "tensors without gradients, or a call under torch.no_grad()"
-            _refuse(name, "requires_grad=True (no backward pass)", accepted, NotImplementedError)
+            refuse(name, "requires_grad=True (no backward pass)", accepted, NotImplementedError)
 
 
 def _check_max_seqlen(name: str, value: int | torch.Tensor, device_bound: int) -> int:
@@ -339,7 +291,7 @@ def _check_max_seqlen(name: str, value: int | torch.Tensor, device_bound: int) -
     accepted = "an int >= 0 or a 0-d integer tensor"
     if isinstance(value, torch.Tensor):
         if value.dim() != 0 or value.dtype not in _INT_DTYPES:
-            _refuse(name, _describe(value), accepted)
+            refuse(name, describe(value), accepted)
         traced = torch.compiler.is_compiling() or type(value) is not torch.Tensor
         if traced or value.device.type != "cpu":
             return device_bound
@@ -347,7 +299,7 @@ def _check_max_seqlen(name: str, value: int | torch.Tensor, device_bound: int) -
     if isinstance(value, torch.SymInt):
         return value
     if not _is_int(value) or value < 0:
-        _refuse(name, repr(value), accepted)
+        refuse(name, repr(value), accepted)
     return int(value)
 
 
@@ -356,18 +308,18 @@ def _check_flags(*flags: object) -> None:
     for flag, name in zip(flags, ("causal", "return_softmax_lse", "deterministic"), strict=True):
         wrong = not isinstance(flag, numbers.Integral) or flag not in (0, 1)
         if flag is not True and flag is not False and flag is not None and wrong:
-            _refuse(name, _describe(flag), "True or False")
+            refuse(name, describe(flag), "True or False")
 
 
 def _check_window(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
     if window is None:
         return -1, 0 if causal else -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        _refuse("window_size", repr(window), "None or (left, right)")
+        refuse("window_size", repr(window), "None or (left, right)")
     left, right = (-1 if bound is None else bound for bound in window)
     for bound in (left, right):
         if not _is_int(bound) or bound < -1:
-            _refuse("window_size", repr(window), "(left, right) of ints >= 0, or -1 (unlimited)")
+            refuse("window_size", repr(window), "(left, right) of ints >= 0, or -1 (unlimited)")
     left = -1 if left >= WINDOW_UNLIMITED_FROM else int(left)
     right = -1 if right >= WINDOW_UNLIMITED_FROM else int(right)
     return left, 0 if causal else right
@@ -376,19 +328,19 @@ def _check_window(window: tuple[int, int] | None, causal: bool) -> tuple[int, in
 def _check_scale(scale: float) -> float:
     # The kernels take the row maximum before they scale; a negative factor would make it a minimum.
     if not _is_real(scale) or not 0.0 < scale <= _FLOAT32_MAX:
-        _refuse("softmax_scale", _describe(scale), "None (D**-0.5) or a finite Python number > 0")
+        refuse("softmax_scale", describe(scale), "None (D**-0.5) or a finite Python number > 0")
     return float(scale)
 
 
 def _check_softcap(softcap: float) -> float:
     if not _is_real(softcap) or not 0.0 <= softcap <= _FLOAT32_MAX:
-        _refuse("softcap", _describe(softcap), "a finite Python number >= 0 (0: none)")
+        refuse("softcap", describe(softcap), "a finite Python number >= 0 (0: none)")
     return float(softcap)
 
 
 def _check_num_splits(num_splits: int) -> int:
     if not _is_int(num_splits) or num_splits < 0:
-        _refuse("num_splits", _describe(num_splits), "an int >= 0 (0: automatic)")
+        refuse("num_splits", describe(num_splits), "an int >= 0 (0: automatic)")
     return int(num_splits)
 
 

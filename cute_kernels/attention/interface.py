@@ -51,6 +51,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
     s_aux: torch.Tensor | None = None,
     deterministic: bool = False,
     fa_version: int | None = 4,
+    v_scale_layout: str = "linear",
     **others: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of a batch of sequences over a paged (or ragged) KV cache.
@@ -61,7 +62,8 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         q: (total_q, Hq, D) bf16 or fp16, the queries of all sequences one after the other; any
             strides with a contiguous last dim.
         k, v: (num_blocks, block_size, Hkv, D) with ``block_table``, else (total_k, Hkv, D);
-            float8_e4m3fn, or q's dtype; any strides with a contiguous last dim.
+            float8_e4m3fn, or q's dtype; any strides with a contiguous last dim. Of an nvfp4 cache
+            uint8 with a last dim of D / 2 (`split_nvfp4` gives such views of a side).
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, tokens; an int or a 0-d tensor
             (one on the device is not read). They choose the kernel variant, not the result.
         cu_seqlens_q: (B + 1,) int32, where each sequence's queries start in q.
@@ -78,15 +80,20 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         return_softmax_lse: also return the LSE.
         out: written instead of a new tensor; q's shape and dtype. Rows past cu_seqlens_q[-1] are
             left as they are (in a new tensor on the GPU: undefined).
-        k_descale, v_descale: float32 factors of an FP8 cache: (), (1,), (Hkv,) or (B, Hkv), any
-            strides; None means 1.
+        k_descale, v_descale: float32 factors of an FP8 cache, global scales of an nvfp4 one: (),
+            (1,), (Hkv,) or (B, Hkv), any strides; None means 1.
+        k_block_scale, v_block_scale: of an nvfp4 cache, and of no other: as k and v with a last dim
+            of D / 16, float8_e4m3fn or uint8, any strides with a contiguous last dim. K is
+            e2m1(code) * e4m3(block scale) * k_descale.
         num_splits: an int >= 0, accepted for callers that choose it. The decode kernel deals key
             tiles evenly over the device on its own and does not need the hint.
         s_aux: (Hq,) attention sinks, natural log units, added to each row's softmax denominator.
         deterministic: a sequence's bits do not depend on the rest of the batch. (The same call
             gives the same bits in any case.)
         fa_version: None or 4.
-        k_block_scale, v_block_scale, others: accepted with neutral values, see the README.
+        v_scale_layout: order of v_block_scale in a page; "linear". (What a store wrote as "sm100"
+            is refused: nothing in the bytes tells the two apart.)
+        others: accepted with neutral values, see the README.
 
     Returns:
         out, or (out, lse): (total_q, Hq, D) in q's dtype and (Hq, total_q) float32, the natural
@@ -96,9 +103,9 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
     On CUDA the call does not synchronise, reads no device tensor on the host and can be captured
     in a graph (call once before, so that the kernel is compiled); a replay serves other lengths
     within the captured maxima. What no kernel here covers (head sizes other than 64, 128, 256 and,
-    for an FP8 cache, 512; block sizes that are no multiple of 16; GPUs other than SM90) runs the
-    torch reference instead, slowly and with a host synchronisation, and warns once with the
-    reason; under capture it raises.
+    for an FP8 or nvfp4 cache, 512; block sizes that are no multiple of 16; deterministic=True from
+    an nvfp4 cache; GPUs other than SM90) runs the torch reference instead, slowly and with a host
+    synchronisation, and warns once with the reason; under capture it raises.
 
     Raises:
         ValueError: an argument that cannot be right; the message says what was given and what is
@@ -106,16 +113,16 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         NotImplementedError: an argument of other engines' functions that is not implemented.
     """
     key = None
-    if k_block_scale is None and v_block_scale is None and (not others or say_nothing(others)):
+    if not others or say_nothing(others):
         tensors = (
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, k_descale, v_descale,
-            s_aux, out,
+            s_aux, out, k_block_scale, v_block_scale,
         )  # fmt: skip
         key, launch = find_launch(
             tensors,
             (max_seqlen_q, max_seqlen_k),
             (softmax_scale, causal, window_size, softcap, return_softmax_lse, num_splits,
-             deterministic, fa_version),
+             deterministic, fa_version, v_scale_layout),
         )  # fmt: skip
         if launch is not None:
             result = launch_again(launch, tensors, return_softmax_lse)
@@ -127,7 +134,8 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         block_table=block_table, return_softmax_lse=return_softmax_lse, out=out,
         k_descale=k_descale, v_descale=v_descale, k_block_scale=k_block_scale,
         v_block_scale=v_block_scale, num_splits=num_splits, s_aux=s_aux,
-        deterministic=deterministic, fa_version=fa_version, **others,
+        deterministic=deterministic, fa_version=fa_version, v_scale_layout=v_scale_layout,
+        **others,
     )  # fmt: skip
     if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
         return _traced(problem, max_seqlen_q, max_seqlen_k)
@@ -174,21 +182,21 @@ _LIBRARY.define(
     " SymInt max_seqlen_k, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor(a!) out,"
     " Tensor(b!)? lse, float? softmax_scale, bool causal, int window_left, int window_right,"
     " float softcap, Tensor? block_table, Tensor? k_descale, Tensor? v_descale, int num_splits,"
-    " Tensor? s_aux, bool deterministic) -> ()"
+    " Tensor? s_aux, bool deterministic, Tensor? k_block_scale, Tensor? v_block_scale) -> ()"
 )
 
 
 def _op(  # noqa: PLR0913 - the schema above
     q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k, out, lse,
     softmax_scale, causal, window_left, window_right, softcap, block_table, k_descale, v_descale,
-    num_splits, s_aux, deterministic,
+    num_splits, s_aux, deterministic, k_block_scale, v_block_scale,
 ) -> None:  # fmt: skip
     problem = validate(
         q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k,
         softmax_scale=softmax_scale, causal=causal, window_size=(window_left, window_right),
         softcap=softcap, block_table=block_table, return_softmax_lse=lse is not None, out=out,
         k_descale=k_descale, v_descale=v_descale, num_splits=num_splits, s_aux=s_aux,
-        deterministic=deterministic,
+        deterministic=deterministic, k_block_scale=k_block_scale, v_block_scale=v_block_scale,
     )  # fmt: skip
     result = run(problem)
     if lse is not None:
@@ -216,6 +224,7 @@ def _traced(problem: AttentionProblem, max_seqlen_q, max_seqlen_k):
     torch.ops.cute_kernels.flash_attn_varlen(
         q, p.k, p.v, bound_q, p.cu_seqlens_q, bound_k, p.cu_seqlens_k, p.seqused_k, out, lse,
         p.softmax_scale, False, p.window_left, p.window_right, p.softcap, p.block_table,
-        p.k_descale, p.v_descale, p.num_splits, p.sinks, p.deterministic,
+        p.k_descale, p.v_descale, p.num_splits, p.sinks, p.deterministic, p.k_block_scale,
+        p.v_block_scale,
     )  # fmt: skip
     return out if lse is None else (out, lse)

@@ -39,9 +39,9 @@ def launch_again(
     """Make a prepared call with these tensors; None where their addresses are not aligned.
 
     tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, k_descale, v_descale,
-    s_aux, out.
+    s_aux, out, k_block_scale, v_block_scale.
     """
-    q, k, v, cu_q, cu_k, used_k, table, k_descale, v_descale, sinks, out = tensors
+    q, k, v, cu_q, cu_k, used_k, table, k_descale, v_descale, sinks, out, *block_scales = tensors
     at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if (at_q | at_k | at_v) & 15:
         return None
@@ -50,6 +50,11 @@ def launch_again(
     at_out = out.data_ptr()
     if at_out & 7:
         return None
+    scales = ()
+    if block_scales[0] is not None:
+        scales = tuple(x.data_ptr() for x in block_scales)
+        if (scales[0] | scales[1]) & 15:
+            return None
     lse = new_lse(q) if return_lse else None
     launch.go(
         cu_q,
@@ -65,6 +70,7 @@ def launch_again(
             0 if used_k is None else used_k.data_ptr(),
             0 if cu_k is None else cu_k.data_ptr(),
             0 if table is None else table.data_ptr(),
+            *scales,
         ),
     )
     return out if lse is None else (out, lse)

@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
     kv_heads: int
     head_size: int
     deterministic: bool
-    fp8: bool
+    kv_format: str
 
 
 class Route(NamedTuple):
@@ -51,7 +51,10 @@ class Route(NamedTuple):
 
 def route(bounds: Bounds, sm_count: int) -> Route:
     """Choose from bounds alone: a captured graph serves any lengths within them."""
-    if bounds.deterministic or not bounds.fp8:
+    if bounds.kv_format == "nvfp4":
+        # Only the decode kernel reads it, many rows in chunks.
+        return Route(True, False, UNLIMITED)
+    if bounds.deterministic or bounds.kv_format != "fp8_e4m3":
         # The decode kernel's splits follow the whole batch, a prefill item is one sequence's; and
         # only the prefill kernel reads 16-bit caches.
         return Route(False, True, 0)
@@ -65,7 +68,9 @@ def route(bounds: Bounds, sm_count: int) -> Route:
 
 def can_run(problem: AttentionProblem) -> str | None:
     """Why no SM90 kernel can serve this problem, or None; reads shapes and strides only."""
-    if problem.deterministic or problem.k.dtype is not torch.float8_e4m3fn:
+    if problem.kv_format == "nvfp4":
+        return decode_sm90.can_run(problem)
+    if problem.deterministic or problem.kv_format != "fp8_e4m3":
         return prefill_sm90.can_run(problem)
     return decode_sm90.can_run(problem) or prefill_sm90.can_run(problem)
 
@@ -93,6 +98,6 @@ def _route_of(problem: AttentionProblem) -> Route:
         kv_heads,
         head_size,
         problem.deterministic,
-        problem.k.dtype is torch.float8_e4m3fn,
+        problem.kv_format,
     )
     return route(bounds, device_arch(problem.q.device.index).sm_count)

@@ -184,7 +184,7 @@ def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:
     if not isinstance(workload, AttentionWorkload) or workload.deterministic:
         return []
     storage = get_kv_cache_dtype(workload.kv_cache_dtype).storage
-    if storage != "fp8_e4m3" or workload.head_size not in decode_sm90.HEAD_SIZES:
+    if storage not in decode_sm90.KV_FORMATS or workload.head_size not in decode_sm90.HEAD_SIZES:
         return []
     if workload.q_dtype not in decode_sm90.Q_DTYPES:
         return []
@@ -193,7 +193,9 @@ def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:
         for tokens in (1, workload.max_query_tokens)
     ]
     return [
-        decode_sm90.make_config(workload.head_size, bucket, workload.q_dtype, box)
+        decode_sm90.make_config(
+            workload.head_size, bucket, workload.q_dtype, box, kv_format=storage
+        )
         for bucket in decode_sm90.row_buckets(workload.head_size)
         if rows[0] <= bucket <= rows[1]
         for box in _sm90_boxes(workload)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.attention.arguments import AttentionProblem
+from cute_kernels.reference.quantize import dequantize_nvfp4
 
 # Upper bound of the elements of one score matrix: 256 MiB in float64.
 _MAX_SCORES = 2**25
@@ -147,8 +148,10 @@ def _attend(
         .transpose(0, 1)
         .reshape(num_kv_heads, -1, head_size)
     )
-    k = _gather(problem.k, problem, sequence, begin, end).to(dtype).transpose(0, 1)
-    v = _gather(problem.v, problem, sequence, begin, end).to(dtype).transpose(0, 1)
+    k, v = (
+        _keys(*side, problem, sequence, begin, end).to(dtype).transpose(0, 1)
+        for side in ((problem.k, problem.k_block_scale), (problem.v, problem.v_block_scale))
+    )
 
     scores = torch.bmm(q, k.transpose(1, 2)) * problem.softmax_scale
     if problem.k_descale is not None:
@@ -179,6 +182,22 @@ def _attend(
     if problem.v_descale is not None:
         o *= problem.v_descale[sequence.index].to(dtype)[:, None, None]
     return o.view(num_q_heads, rows, head_size).transpose(0, 1), lse
+
+
+def _keys(
+    cache: torch.Tensor,
+    block_scale: torch.Tensor | None,
+    problem: AttentionProblem,
+    sequence: _Sequence,
+    begin: int,
+    end: int,
+) -> torch.Tensor:
+    """Keys or values as `_gather` gives them; of an nvfp4 cache in float32, block scales applied,
+    which is exact."""
+    stored = _gather(cache, problem, sequence, begin, end)
+    if block_scale is None:
+        return stored
+    return dequantize_nvfp4(stored, _gather(block_scale, problem, sequence, begin, end), 1.0)
 
 
 def _gather(

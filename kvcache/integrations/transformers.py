@@ -300,24 +300,21 @@ def _attention(
     pages, step = key.pages, key.step
     if key.rotation is not None:
         query = (query.float() @ key.rotation).to(query.dtype)
-    attended = pages.attended(step)
+    attended = {name: x for name, x in pages.attended()._asdict().items() if x is not None}
     out = (kernel or cute_kernels.flash_attn_varlen_func)(
         query.to(pages.query_dtype).transpose(1, 2).flatten(0, 1),
-        attended.k,
-        attended.v,
-        step.q_len,
-        step.cu_seqlens_q,
-        step.kv_len,
+        max_seqlen_q=step.q_len,
+        cu_seqlens_q=step.cu_seqlens_q,
+        max_seqlen_k=step.kv_len,
         seqused_k=step.seqused_k,
-        block_table=attended.block_table,
+        block_table=step.block_table,
         softmax_scale=scaling,
         causal=True,
         # `transformers` counts the query's own key in the window, `window_size` does not.
         window_size=None if sliding_window is None else (sliding_window - 1, 0),
         softcap=softcap or 0.0,
-        k_descale=attended.k_descale,
-        v_descale=attended.v_descale,
         s_aux=s_aux,
+        **attended,
     )
     return out.unflatten(0, (-1, step.q_len)).to(query.dtype), None
 

@@ -108,6 +108,9 @@ INVALID = {
     "max-q-float": ("max_seqlen_q", torch.tensor(1.0), "max_seqlen_q: got float32"),
     "max-q-vector": ("max_seqlen_q", int32(1), r"max_seqlen_q: got int32 \(1,\).*0-d"),
     "max-k-float": ("max_seqlen_k", 3.5, "max_seqlen_k: got 3.5"),
+    "k-block-scale": ("k_block_scale", float32(1), "k_block_scale: got .*accepted: None, as"),
+    "v-block-scale": ("v_block_scale", float32(1), "v_block_scale: got .*accepted: None, as"),
+    "scale-layout": ("v_scale_layout", "sm90", "v_scale_layout: got 'sm90'; accepted: 'linear'"),
     "version-2": ("fa_version", 2, "fa_version: got 2; accepted: None or 4"),
     "version-3": ("fa_version", 3, "fa_version: got 3"),
 }  # fmt: skip
@@ -122,8 +125,7 @@ def test_invalid(inputs, name, value, message):
 
 
 NOT_IMPLEMENTED = {
-    "k-block-scale": ("k_block_scale", float32(1), "k_block_scale: got .*nvfp4"),
-    "v-block-scale": ("v_block_scale", float32(1), "v_block_scale: got .*nvfp4"),
+    "scale-layout": ("v_scale_layout", "sm100", "v_scale_layout: got 'sm100'; .* swizzled"),
     "q-descale": ("q_descale", float32(1), r"q_descale: got float32 \(1,\)"),
     "alibi": ("alibi_slopes", float32(8), "alibi_slopes: got"),
     "dropout": ("dropout_p", 0.1, "dropout_p: got 0.1; accepted: None, 0, False"),
@@ -261,7 +263,8 @@ def test_defaults(inputs):
         block_table=inputs["block_table"],
     )
     assert problem.softmax_scale == 64**-0.5
-    assert problem[8:] == (None, None, None, 64**-0.5, -1, -1, 0.0, 0, False, None, False)
+    scalars = (64**-0.5, -1, -1, 0.0, 0, False, None, False)
+    assert problem[8:] == (None, None, None, *scalars, None, None)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))

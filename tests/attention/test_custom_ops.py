@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from cute_kernels import flash_attn_varlen_func, merge_attn_states
 from tests.cases import AttentionCase, make_inputs
 from tests.compare import assert_bit_equal
+from tests.nvfp4_cases import make_nvfp4_inputs
 
 Tensors = tuple[torch.Tensor, ...]
 ATTENTION = torch.ops.cute_kernels.flash_attn_varlen.default
@@ -214,7 +215,7 @@ REFUSALS = (
     ("softmax_scale", lambda x: -1.0, "softmax_scale: got -1.0"),
     ("softcap", lambda x: -1.0, "softcap: got -1.0"),
     ("fa_version", lambda x: 3, "fa_version: got 3"),
-    ("k_block_scale", lambda x: torch.ones(1), "k_block_scale: got the scales of an nvfp4 cache"),
+    ("k_block_scale", lambda x: torch.ones(1), "k_block_scale: got float32 (1,)"),
     ("alibi_slopes", lambda x: torch.ones(4), "alibi_slopes: got float32 (4,)"),
 )
 
@@ -246,7 +247,7 @@ def attention_op_arguments(inputs: dict[str, object]) -> tuple[object, ...]:
     return (
         *first, inputs.get("cu_seqlens_k"), inputs.get("seqused_k"), torch.zeros_like(q), lse, 0.5,
         True, 100, -1, 20.0, inputs.get("block_table"), inputs["k_descale"], inputs["v_descale"], 0,
-        inputs["s_aux"], False,
+        inputs["s_aux"], False, inputs.get("k_block_scale"), inputs.get("v_block_scale"),
     )  # fmt: skip
 
 
@@ -257,6 +258,9 @@ def test_attention_opcheck():
     others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     arguments = attention_op_arguments(attention_inputs(sinks=True))
     torch.library.opcheck(ATTENTION, arguments, test_utils=others)
+    inputs = make_nvfp4_inputs(AttentionCase(id="nvfp4", kv_lens=(70, 3), q_lens=(1, 2)))
+    inputs["s_aux"] = None
+    torch.library.opcheck(ATTENTION, attention_op_arguments(inputs), test_utils=others)
 
 
 # ---- merge_attn_states -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from cute_kernels.attention.decode_sm90 import config as module
 from cute_kernels.attention.decode_sm90.config import (
     BOX_TOKENS,
     HEAD_SIZES,
+    KV_FORMATS,
     PRODUCER_REGISTERS,
     Q_DTYPES,
     SMEM_BYTES_PER_CTA,
@@ -74,11 +75,12 @@ def test_row_buckets():
 
 def test_the_table_is_the_whole_grid():
     wanted = [
-        (head_size, rows, q_dtype, box)
+        (head_size, rows, q_dtype, box, False, kv_format)
+        for kv_format in KV_FORMATS
         for head_size in HEAD_SIZES
         for rows, q_dtype, box in itertools.product(row_buckets(head_size), Q_DTYPES, BOX_TOKENS)
     ]
-    got = [(c.head_size, c.rows, c.q_dtype, c.box_tokens) for c in TABLE]
+    got = [(c.head_size, c.rows, c.q_dtype, c.box_tokens, False, c.kv_format) for c in TABLE]
     assert sorted(got) == sorted(wanted)
     assert len({config.name for config in TABLE}) == len(TABLE) == len(set(TABLE))
     assert all(config == make_config(*key) for config, key in zip(TABLE, got, strict=True))
@@ -88,7 +90,7 @@ def test_the_table_is_the_whole_grid():
 def test_the_loader_is_the_same_variant_under_another_name():
     for config in TABLE:
         key = config.head_size, config.rows, config.q_dtype, config.box_tokens
-        loader = make_config(*key, loader_only=True)
+        loader = make_config(*key, loader_only=True, kv_format=config.kv_format)
         assert dataclasses.replace(loader, loader_only=False) == config
         assert loader.name != config.name
 
@@ -105,7 +107,9 @@ def test_the_ring_keeps_the_memory_busy(config):
     assert config.stages >= 2 * config.step_tiles
     assert config.ctas_per_sm * config.stages >= 4
     in_flight = config.ctas_per_sm * config.stages * config.stage_bytes
-    assert 128 * 1024 <= in_flight <= 192 * 1024
+    # Where Q takes the memory, nvfp4 has less: its conversions take longer than its loads.
+    least = 108 if config.block_scaled and config.rows * config.head_size >= 16384 else 128
+    assert least * 1024 <= in_flight <= 192 * 1024
 
 
 @each_variant

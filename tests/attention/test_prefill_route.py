@@ -15,6 +15,7 @@ import torch
 from cute_kernels.arch import DeviceArch
 from cute_kernels.attention.arguments import validate
 from cute_kernels.attention.common import launches
+from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90.config import HEAD_SIZES, SMEM_BYTES_PER_CTA, row_buckets
 from cute_kernels.attention.prefill_sm90 import op
 from cute_kernels.attention.prefill_sm90.config import (
@@ -81,7 +82,7 @@ def bounds_of(**fields: Any) -> Bounds:
         "kv_heads": 4,
         "head_size": 128,
         "deterministic": False,
-        "fp8": True,
+        "kv_format": "fp8_e4m3",
     }
     return Bounds(**{**base, **fields})
 
@@ -111,7 +112,12 @@ def test_few_items_are_left_to_the_kernel_that_splits_keys():
 def test_batch_invariance_takes_the_kernel_without_splits():
     for fields in ({}, {"max_seqlen_q": 1, "total_q": 4}, {"kv_heads": 1, "total_q": 8}):
         assert route(bounds_of(deterministic=True, **fields), SM_COUNT) == Route(False, True, 0)
-        assert route(bounds_of(fp8=False, **fields), SM_COUNT) == Route(False, True, 0)
+        assert route(bounds_of(kv_format="bf16", **fields), SM_COUNT) == Route(False, True, 0)
+
+
+def test_nvfp4_is_read_by_the_decode_kernel_alone():
+    for fields in ({}, {"batch": 5}, {"max_seqlen_q": 1}, {"deterministic": True}):
+        assert route(bounds_of(kv_format="nvfp4", **fields), SM_COUNT) == (True, False, UNLIMITED)
 
 
 def problem_of(**fields: Any) -> Any:

@@ -43,15 +43,24 @@ def test_a_model_that_is_served():
     ) in done.output
 
 
-def test_the_command_of_the_documentation_says_what_is_missing():
-    done = explain("gemma-4-defaults", "--arch", "sm_90a", "--kv-cache-dtype", "nvfp4")
+def test_the_command_says_what_is_missing():
+    done = explain("gemma-4-defaults", "--arch", "sm_100a", "--kv-cache-dtype", "nvfp4")
     assert done.exit_code == 1
     assert [cells[-1] for cells in rows(done.output).values()] == ["none", "none"]
     for kind in ("sliding_attention", "full_attention"):
         (line,) = [line for line in done.output.splitlines() if line.startswith(f"{kind}: ")]
         assert "the reader is missing" in line and "store is missing" not in line
-        assert line.endswith("the nearest kv_cache_dtype that works is 'fp8'")
+        assert line.endswith("no other kv_cache_dtype works with this configuration either")
     assert "one pool" not in done.output
+
+
+def test_a_model_is_served_from_nvfp4():
+    done = explain("gemma-4-defaults", "--arch", "sm_90a", "--kv-cache-dtype", "nvfp4")
+    assert done.exit_code == 0, done.output
+    assert rows(done.output) == {
+        "sliding_attention": ["25", "512", "8/4", "256", "decode_sm90", "64", "1152"],
+        "full_attention": ["5", "8/4", "512", "decode_sm90", "64", "2304"],
+    }
 
 
 def test_layers_that_share_a_cache_take_no_pages(tmp_path):

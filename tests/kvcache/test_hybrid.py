@@ -137,5 +137,5 @@ def test_refusals():
         plan_pages([group("full", 0)])
     with pytest.raises(ValueError, match="max_block_size: got 32; the kernel of group 'full'"):
         plan_pages([group("full")], max_block_size=32)
-    with pytest.raises(NotImplementedError, match="kv_cache_dtype 'nvfp4' on sm_90"):
-        plan_pages([group("full"), group("nvfp4", kv_cache_dtype="nvfp4")])
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype 'nvfp4' on sm_100"):
+        plan_pages([group("full"), group("nvfp4", kv_cache_dtype="nvfp4", capability="sm_100a")])

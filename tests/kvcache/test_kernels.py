@@ -12,7 +12,7 @@ from tests.kvcache.helpers import PREFILL_16_BITS, PREFILL_SM90, config
 
 
 @pytest.mark.parametrize("head_size", (64, 128, 256, 512))
-@pytest.mark.parametrize("kv_cache_dtype", ("fp8", "auto"))
+@pytest.mark.parametrize("kv_cache_dtype", ("fp8", "nvfp4", "auto"))
 @pytest.mark.parametrize("batch_invariant", (False, True))
 @pytest.mark.parametrize("group", (1, 8, 12, 64, 128))
 def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
@@ -26,17 +26,22 @@ def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
         kv_cache_dtype=kv_cache_dtype,
         batch_invariant=batch_invariant,
     )
-    fp8 = kv_cache_dtype == "fp8"
-    if head_size == 512 and not fp8:
+    if head_size == 512 and kv_cache_dtype == "auto":
         assert "head size 512" in selection.can_run(asked)
         return
+    if batch_invariant and kv_cache_dtype == "nvfp4":
+        assert "bits independent of the batch" in selection.can_run(asked)
+        return
+    storage = asked.dtype.storage
+    prefill = "prefill_sm90" if storage == "fp8_e4m3" else "prefill_sm90_16_bits"
     for tokens in (*range(1, 70), 129, 8192):
         batch = 1000
         chosen = route(
-            Bounds(batch, batch * tokens, tokens, group, 8, head_size, batch_invariant, fp8), 132
+            Bounds(batch, batch * tokens, tokens, group, 8, head_size, batch_invariant, storage),
+            132,
         )
         assert chosen.decode != chosen.prefill
-        name = "decode_sm90" if chosen.decode else "prefill_sm90" if fp8 else "prefill_sm90_16_bits"
+        name = "decode_sm90" if chosen.decode else prefill
         assert selection.select_kernel(asked, tokens).name == name
 
 

@@ -52,14 +52,18 @@ def test_tokens_come_back_rounded_once(name, steps, scales):
     assert torch.equal(read_v, rounded(value, scales.v, name, "v"))
 
 
-def test_attention_gets_the_same_tokens_in_16_bits():
-    pages, _, step, *_ = fill(NVFP4Pages, (5, 30))
-    k, v, table, *descales = pages.attended(step)
-    assert descales == [None, None]
-    assert k.dtype is v.dtype is torch.bfloat16
-    assert table.dtype is torch.int32 and (table >= 0).all()
-    for x, want in zip((k, v), pages.read(step.block_table, 35), strict=True):
-        assert torch.equal(x[table.long()].flatten(1, 2)[:, :35], want.bfloat16())
+def test_attention_gets_the_same_tokens_without_a_copy():
+    pages, _, step, *_ = fill(NVFP4Pages, (5, 30), PER_HEAD)
+    found = pages.attended()
+    sides = ((found.k, found.k_block_scale), (found.v, found.v_block_scale))
+    want, descales = pages.read(step.block_table, 35), (found.k_descale, found.v_descale)
+    for side, pool, x, scale in zip(sides, (pages.k, pages.v), want, descales, strict=True):
+        data, block_scale = side
+        assert data.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
+        assert block_scale.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
+        held = block_scale.view(torch.uint8)[step.block_table]
+        read = cute_kernels.dequantize_nvfp4(data[step.block_table], held, scale)
+        assert torch.equal(read.flatten(1, 2)[:, :35], x)
 
 
 def test_fp8_scales_may_differ_per_head():
@@ -72,7 +76,7 @@ def test_fp8_scales_may_differ_per_head():
     for head in range(HEADS):
         assert torch.equal(read_k[:, :, head], alone[head][0][:, :, head])
     assert torch.equal(read_v, alone[0][1])
-    assert pages.attended(step).k_descale.shape == (HEADS,)
+    assert pages.attended().k_descale.shape == (HEADS,)
 
 
 @pytest.mark.parametrize("make", (FP8Pages, NVFP4Pages))

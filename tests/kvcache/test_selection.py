@@ -25,6 +25,7 @@ from tests.kvcache.helpers import (
 
 NVFP4_WRITER = Writer("a store", ("nvfp4",), ("sm_90a",), (ScaleLayout.LINEAR,))
 NVFP4_READER = contract(name="a reader", kv_cache_formats=("nvfp4",))
+FP8_READER = contract(kv_cache_formats=("fp8_e4m3",))
 
 
 def test_fp8_on_hopper_is_shared_by_the_decode_and_the_prefill_kernel():
@@ -52,18 +53,30 @@ def test_answers_are_the_contract(head_size, page_size, capability):
         assert (selection.can_run(asked) is None) == served
 
 
-@pytest.mark.parametrize("name", ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse"))
-def test_nvfp4_on_hopper_is_refused_naming_the_half_that_is_missing(name):
-    """Our store writes it, no kernel here reads it."""
-    reason = selection.can_run(config(kv_cache_dtype=name))
-    assert reason.startswith(f"kv_cache_dtype '{name}' on sm_90: the reader is missing (")
+NVFP4_NAMES = ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
+
+
+@pytest.mark.parametrize("name", NVFP4_NAMES)
+def test_nvfp4_on_hopper_is_stored_and_read(name):
+    asked = config(kv_cache_dtype=name)
+    assert selection.can_run(asked) is None
+    assert selection.select_kernels(asked) == (DECODE_SM90,)
+    assert selection.decode_caveat(asked) is None
+    swizzled = selection.can_run(config(kv_cache_dtype=name, v_scale_layout="sm100"))
+    assert "the reader is missing" in swizzled and "store is missing" not in swizzled
+
+
+@pytest.mark.parametrize("name", NVFP4_NAMES)
+def test_on_blackwell_the_reader_is_missing(name):
+    reason = selection.can_run(config(kv_cache_dtype=name, capability="sm_100a"))
+    assert reason.startswith(f"kv_cache_dtype '{name}' on sm_100: the reader is missing (")
     assert "store is missing" not in reason
-    assert reason.endswith("the nearest kv_cache_dtype that works is 'fp8'")
 
 
-@pytest.mark.parametrize("name", ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse"))
-def test_without_the_store_both_halves_are_named(name, monkeypatch):
+@pytest.mark.parametrize("name", NVFP4_NAMES)
+def test_without_the_store_and_the_reader_both_halves_are_named(name, monkeypatch):
     pretend_writers(monkeypatch)
+    pretend_kernels(monkeypatch, FP8_READER)
     reason = selection.can_run(config(kv_cache_dtype=name))
     assert reason.startswith(f"kv_cache_dtype '{name}' on sm_90: the reader is missing (")
     assert "decode_sm90 reads fp8_e4m3 on sm_90a" in reason
@@ -73,6 +86,7 @@ def test_without_the_store_both_halves_are_named(name, monkeypatch):
 
 def test_only_the_store_exists(monkeypatch):
     pretend_writers(monkeypatch, NVFP4_WRITER)
+    pretend_kernels(monkeypatch, FP8_READER)
     reason = selection.can_run(config(kv_cache_dtype="nvfp4"))
     assert "the reader is missing" in reason and "store is missing" not in reason
     assert reason.endswith("works is 'fp8'")
@@ -80,14 +94,14 @@ def test_only_the_store_exists(monkeypatch):
 
 def test_only_the_reader_exists(monkeypatch):
     pretend_writers(monkeypatch)
-    pretend_kernels(monkeypatch, DECODE_SM90, NVFP4_READER)
+    pretend_kernels(monkeypatch, FP8_READER, NVFP4_READER)
     reason = selection.can_run(config(kv_cache_dtype="nvfp4"))
     assert "the store is missing" in reason and "reader is missing" not in reason
     assert reason.endswith("works is 'fp8'")
 
 
 def test_both_halves_exist(monkeypatch):
-    pretend_kernels(monkeypatch, DECODE_SM90, NVFP4_READER)
+    pretend_kernels(monkeypatch, FP8_READER, NVFP4_READER)
     pretend_writers(monkeypatch, NVFP4_WRITER)
     asked = config(kv_cache_dtype="nvfp4")
     assert selection.can_run(asked) is None
@@ -121,11 +135,12 @@ def test_there_is_no_nearest_dtype_where_none_works():
     assert "head size" not in reason
     assert reason.endswith("no other kv_cache_dtype works with this configuration either")
     # What stands in the way of the others is said too.
-    reason = selection.can_run(config(kv_cache_dtype="nvfp4", head_size=96))
+    swizzled = {"kv_cache_dtype": "nvfp4", "v_scale_layout": "sm100"}
+    reason = selection.can_run(config(**swizzled, head_size=96))
     assert "decode_sm90, prefill_sm90: head size 96, the kernel has 64, 128, 256 or 512; " in reason
     assert "prefill_sm90_16_bits: head size 96, the kernel has 64, 128 or 256; " in reason
     # What stands in the way of some of them only, is not.
-    assert "head size" not in selection.can_run(config(kv_cache_dtype="nvfp4", head_size=512))
+    assert "head size" not in selection.can_run(config(**swizzled, head_size=512))
     assert selection.nearest_kv_cache_dtype(config(head_size=96)) is None
 
 
@@ -218,7 +233,7 @@ def test_draft_and_target_on_different_backends():
     assert why(num_kv_heads=8) == "num_kv_heads: the draft has 8, the target 4"
     assert why(head_size=256) == "head_size: the draft has 256, the target 512"
     assert why(page_size=128) == "page_size: the draft has 128, the target 64"
-    broken = dataclasses.replace(target, kv_cache_dtype="nvfp4")
+    broken = dataclasses.replace(target, kv_cache_dtype="nvfp4", v_scale_layout="sm100")
     assert selection.can_share_cache(broken, draft).startswith("the target cannot run: kv_cache_")
 
 

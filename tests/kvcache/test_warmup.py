@@ -91,6 +91,7 @@ def test_a_replay_asks_for_the_plan_and_nothing_else(name, tp_size, page_sizes):
         ("fp8_e4m3", False, MAX_TOKENS),
         ("fp8_e4m3", True, MAX_TOKENS),
         ("fp8_e4m3", True, 1),
+        ("nvfp4", False, MAX_TOKENS),
         ("bf16", False, MAX_TOKENS),
         ("bf16", True, 1),
     ),
@@ -102,7 +103,7 @@ def test_storing_and_routed_calls_ask_for_the_plan_and_nothing_else(
     model, asked, refused = read_model(CONFIGS / f"{name}.json"), set(), 0
     for kind in layer_kinds(model, "fp8", "sm_90a", text_only=True):
         head_size = kind.config.head_size
-        if head_size not in prefill_sm90.head_sizes(storage):
+        if storage == "bf16" and head_size not in prefill_sm90.head_sizes(storage):
             refused += 1
             continue
         q_heads = kind.config.num_q_heads // tp_size
@@ -118,12 +119,12 @@ def test_storing_and_routed_calls_ask_for_the_plan_and_nothing_else(
                     kv_heads,
                     head_size,
                     deterministic,
-                    storage == "fp8_e4m3",
+                    storage,
                 )
             )
     found = plan(
         name,
-        "fp8" if storage == "fp8_e4m3" else "auto",
+        {"fp8_e4m3": "fp8", "nvfp4": "nvfp4", "bf16": "auto"}[storage],
         tp_sizes=[tp_size],
         max_query_tokens=most,
         batch_invariant=deterministic,
@@ -136,10 +137,10 @@ def test_storing_and_routed_calls_ask_for_the_plan_and_nothing_else(
 def units_of_a_step(bounds: Bounds):
     """What a step asks for: sequences of `max_seqlen_q` query tokens, and one with a single one."""
     chosen = route(bounds, sm_count=132)
-    head_size, storage = bounds.head_size, "fp8_e4m3" if bounds.fp8 else "bf16"
+    head_size, storage = bounds.head_size, bounds.kv_format
     configs: list[tuple[str, object]] = []
-    if bounds.fp8:
-        stored = store.make_config("fp8", "bf16", "sm_90a")
+    if storage != "bf16":
+        stored = store.make_config("fp8" if storage == "fp8_e4m3" else storage, "bf16", "sm_90a")
         configs.append((store.kernel_name("sm_90a"), stored))
         if bounds.total_q > store.SCANNED_TOKENS:
             configs.append(("store_claim", store.ClaimConfig()))
@@ -149,7 +150,8 @@ def units_of_a_step(bounds: Bounds):
     if chosen.decode:
         packed = min(bounds.max_seqlen_q * bounds.group, chosen.rows)
         rows = decode_sm90.row_bucket(head_size, packed)
-        configs.append(("decode_sm90", decode_sm90.make_config(head_size, rows, "bf16", 64)))
+        made = decode_sm90.make_config(head_size, rows, "bf16", 64, kv_format=storage)
+        configs.append(("decode_sm90", made))
     return {CompileUnit(kernel, config, "sm_90a") for kernel, config in configs}
 
 

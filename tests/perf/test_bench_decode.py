@@ -15,7 +15,7 @@ from rich.console import Console
 from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
 from perf import bench_decode, report
-from perf.cases import DECODE_CASES, DecodeCase, select_cases
+from perf.cases import ALL_CASES, DECODE_CASES, NVFP4_CASES, DecodeCase, select_cases
 from perf.inputs import CODE_RMS, ROTATED_BYTES, KVPool, make_input_sets, set_count
 from perf.providers import PROVIDERS, Provider, select_providers, varlen_arguments
 from perf.rows import OK
@@ -72,12 +72,15 @@ def pool():
 def test_cases_are_the_table():
     assert [case.name for case in DECODE_CASES] == TABLE
     assert all(case.page_size == 64 and case.kv_cache_dtype == "fp8_e4m3" for case in DECODE_CASES)
+    assert [case.name for case in NVFP4_CASES] == [f"{name} nvfp4" for name in TABLE]
 
 
 def test_case_selection():
-    assert select_cases(()) == list(DECODE_CASES)
-    assert [case.name for case in select_cases(("d64", "q4"))] == [TABLE[11], TABLE[6]]
-    assert len(select_cases(("D512", "q4"))) == 7
+    assert select_cases(()) == list(ALL_CASES)
+    names = [case.name for case in select_cases(("d64", "q4"))]
+    assert names == [each for i in (11, 6) for each in (TABLE[i], f"{TABLE[i]} nvfp4")]
+    assert len(select_cases(("D512", "q4"))) == 14
+    assert select_cases(("nvfp4",)) == list(NVFP4_CASES)
     with pytest.raises(ValueError, match="no case matches 'D96'"):
         select_cases(("D96",))
 
@@ -85,7 +88,7 @@ def test_case_selection():
 def test_command_line_lists_the_table():
     done = CliRunner().invoke(bench_decode.main, ["--list"])
     assert done.exit_code == 0
-    assert done.output.splitlines() == TABLE
+    assert done.output.splitlines() == [case.name for case in ALL_CASES]
 
 
 def test_command_line_help():
@@ -122,13 +125,16 @@ def test_absent_peers_are_listed(monkeypatch):
     monkeypatch.setattr("perf.providers.find_spec", lambda name: object())
     assert {p.why_not() for p in select_providers(())} == {None}
     assert Provider("known", "some_module", None).why_not() == "not implemented here"
+    nvfp4 = {p.name: p.why_not("nvfp4") for p in PROVIDERS}
+    assert nvfp4["cute_kernels"] is None
+    assert nvfp4["triton_baseline"] == nvfp4["vllm_triton"] == "reads no nvfp4 cache"
 
 
 def test_pool_has_every_code_but_nan(pool):
     for side in (pool.k, pool.v):
         codes = set(side.unique().tolist())
         assert codes == set(range(256)) - {0x7F, 0xFF}
-    values = pool.views(SMALL)[0].float()
+    values = pool.views(SMALL)["k"].float()
     assert values.square().mean().sqrt().item() == pytest.approx(CODE_RMS, rel=0.02)
 
 

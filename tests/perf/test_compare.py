@@ -35,7 +35,7 @@ def test_speedup_of_equal_workloads():
         ("kv_len", make_test_row(case=replace(SMALL, kv_len=100))),
         ("head_size", make_test_row(case=replace(SMALL, head_size=128))),
         ("q_dtype", make_test_row(case=replace(SMALL, q_dtype="float16"))),
-        ("kv_cache_dtype", make_test_row(case=replace(SMALL, kv_cache_dtype="nvfp4"))),
+        ("kv_cache_dtype", make_test_row(case=replace(SMALL, kv_cache_dtype="bfloat16"))),
         ("scales", make_test_row(case=replace(SMALL, one_scale=True))),
         ("page_size", make_test_row(case=replace(SMALL, page_size=16))),
         ("window", make_test_row(case=replace(SMALL, window=64))),

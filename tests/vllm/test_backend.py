@@ -78,7 +78,7 @@ def test_what_the_contract_has_is_valid(head_size, dtype, kv_cache_dtype):
         ),
         (
             {"kv_cache_dtype": "nvfp4_mse"},
-            ("the reader is missing", "that works is 'fp8'"),
+            ("kv_cache_dtype not supported", "have no blocks for nvfp4", "that works is 'fp8'"),
         ),
         ({"block_size": 16}, ("block_size not supported", "accepted: multiples of 64")),
         ({"block_size": 528}, ("block_size not supported", "accepted: multiples of 64")),

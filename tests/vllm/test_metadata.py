@@ -123,7 +123,7 @@ def test_the_units_are_what_launches_look_up(builder, monkeypatch):
     give_model(monkeypatch, builder, torch.float16)
     keys = {unit.key for unit in builder.get_cutedsl_warmup_compile_units()}
     for packed_rows in (8, 9, 40, 4096):
-        launched = op._config(512, packed_rows, torch.float16, 64)
+        launched = op._config(512, packed_rows, torch.float16, 64, "fp8_e4m3")
         assert compile_key(launched, "sm_90a") in keys
 
 

@@ -15,7 +15,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.attention.common.output import Output
 from cute_kernels.attention.common.tile_schedule import Lengths
-from cute_kernels.attention.decode_sm90.producer import PagedSource, TmaOperand
+from cute_kernels.attention.decode_sm90.layout import swizzle_bits
+from cute_kernels.attention.decode_sm90.producer import BlockScales, PagedSource, TmaOperand
 
 
 class Strides(NamedTuple):
@@ -36,6 +37,18 @@ class Strides(NamedTuple):
     v_descale_batch: Int64
     v_descale_head: Int64
     table_batch: Int64
+
+
+# Of a block-scaled cache; the scales' strides are in bytes too. Those between tokens have 32 bits:
+# the producer multiplies by them for every tile.
+_SCALE_STRIDES = {"page": Int64, "token": Int32, "head": Int64}
+ScaledStrides = NamedTuple(
+    "ScaledStrides",
+    [
+        *((name, Int64) for name in Strides._fields),
+        *((f"{side}_scale_{step}", kind) for side in "kv" for step, kind in _SCALE_STRIDES.items()),
+    ],
+)
 
 
 class Sizes(NamedTuple):
@@ -119,6 +132,13 @@ def cache_operands(at, strides: Strides, sizes: Sizes, layout, head_bytes: int):
     return _tma(at.k, k, sizes, layout, head_bytes), _tma(at.v, v, sizes, layout, head_bytes)
 
 
+def block_scales(at, strides: ScaledStrides) -> tuple[BlockScales, BlockScales]:
+    """K's and V's scales of a block-scaled cache."""
+    k = (strides.k_scale_page, strides.k_scale_token, strides.k_scale_head)
+    v = (strides.v_scale_page, strides.v_scale_token, strides.v_scale_head)
+    return BlockScales(at.k_scale.toint(), *k), BlockScales(at.v_scale.toint(), *v)
+
+
 def _tma(pointer, strides, sizes: Sizes, layout, head_bytes: int) -> TmaOperand:
     """The cache as (bytes of a column block, tokens of a page, column blocks, heads, pages)."""
     page, token, head = strides
@@ -129,7 +149,7 @@ def _tma(pointer, strides, sizes: Sizes, layout, head_bytes: int) -> TmaOperand:
     )
     box = (layout.row_bytes, layout.box_tokens, layout.blocks)
     smem = cute.make_composed_layout(
-        cute.make_swizzle(3 if layout.row_bytes == 128 else 2, 4, 3),
+        cute.make_swizzle(swizzle_bits(layout.row_bytes), 4, 3),
         0,
         cute.make_layout(box, stride=(1, layout.row_bytes, layout.block_bytes)),
     )

@@ -1,7 +1,8 @@
 """What is launched for a call, but for the addresses: that depends on shapes and scalars alone.
 
 Addresses of operands are passed in this order: q, k, v, out, lse, sinks, k_descale, v_descale,
-seqused_k, cu_seqlens_k, block_table; 0 for what is absent.
+seqused_k, cu_seqlens_k, block_table; 0 for what is absent. Those of block scales, K's and V's,
+follow where the cache has any.
 """
 
 from __future__ import annotations

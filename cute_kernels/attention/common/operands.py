@@ -10,6 +10,7 @@ import torch
 from cute_kernels.attention.arguments import AttentionProblem
 from cute_kernels.attention.decode_sm90.config import box_tokens_for_page
 
+_INT32_MAX = 2**31 - 1
 # Stands for "no limit" in a window.
 UNLIMITED = 1 << 30
 
@@ -18,7 +19,10 @@ def operand_addresses(problem: AttentionProblem, q, k, v, out, lse) -> tuple[int
     """In the order of ``launches.py``."""
     p = problem
     rest = (lse, p.sinks, p.k_descale, p.v_descale, p.seqused_k, p.cu_seqlens_k, p.block_table)
-    return tuple(0 if x is None else x.data_ptr() for x in (q, k, v, out, *rest))
+    addresses = tuple(0 if x is None else x.data_ptr() for x in (q, k, v, out, *rest))
+    if p.k_block_scale is None:
+        return addresses
+    return (*addresses, p.k_block_scale.data_ptr(), p.v_block_scale.data_ptr())
 
 
 def score_scalars(problem: AttentionProblem) -> tuple[float, float, int, int]:
@@ -51,7 +55,15 @@ def operand_strides(problem: AttentionProblem, q, k, v, out) -> tuple[int, ...]:
         *((0, 0) if problem.k_descale is None else problem.k_descale.stride()),
         *((0, 0) if problem.v_descale is None else problem.v_descale.stride()),
         1 if table is None else table.stride(0),
+        *block_scale_strides(problem),
     )
+
+
+def block_scale_strides(problem: AttentionProblem) -> tuple[int, ...]:
+    """What ``launch.ScaledStrides`` has beyond ``launch.Strides``; nothing without block scales."""
+    if problem.k_block_scale is None:
+        return ()
+    return (*cache_strides(problem.k_block_scale), *cache_strides(problem.v_block_scale))
 
 
 def operand_sizes(problem: AttentionProblem, k: torch.Tensor) -> tuple[int, ...]:
@@ -99,6 +111,25 @@ def cache_obstacle(problem: AttentionProblem) -> str | None:
                 return (
                     f"{name} with strides {side.stride()}, the kernel needs multiples of 16 bytes"
                 )
+    return None if problem.k_block_scale is None else _block_scale_obstacle(problem)
+
+
+def _block_scale_obstacle(problem: AttentionProblem) -> str | None:
+    """Why the block scales cannot be copied in pieces of a row (at most 16 bytes), or None."""
+    for name, scale in (("k", problem.k_block_scale), ("v", problem.v_block_scale)):
+        piece = min(scale.shape[-1], 16)
+        strides = [
+            stride
+            for size, stride in zip(scale.shape[:-1], scale.stride()[:-1], strict=True)
+            if size > 1
+        ]
+        if scale.stride(-3) > _INT32_MAX:
+            return f"{name}_block_scale with strides {scale.stride()}, too far apart for 32 bits"
+        if scale.data_ptr() % piece or any(stride % piece for stride in strides):
+            return (
+                f"{name}_block_scale at offset {scale.data_ptr() % piece} with strides "
+                f"{scale.stride()}, the kernel needs multiples of {piece} bytes"
+            )
     return None
 
 

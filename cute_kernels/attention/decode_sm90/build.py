@@ -22,6 +22,8 @@ _POINTEES = {
     "used_k": (Int32, 4),
     "cu_k": (Int32, 4),
     "table": (Int32, 4),
+    "k_scale": (Uint8, 4),
+    "v_scale": (Uint8, 4),
     "counters": (Int32, 4),
 }
 
@@ -43,13 +45,14 @@ def zeros(group):
 
 def compile_decode(config: DecodeConfig, options: str):
     """The compiled launch function; ``options`` are cute.compile's (architecture, TVM-FFI)."""
-    operands = addresses(definition.Addresses, definition.Q_TYPES[config.q_dtype])
+    addresses_type, strides_type = definition.operand_types(config)
+    operands = addresses(addresses_type, definition.Q_TYPES[config.q_dtype])
     workspace = make_fake_compact_tensor(Float32, (cute.sym_int64(),), assumed_align=16)
     return cute.compile(
         definition.DecodeSm90(config),
         workspace,
         operands,
-        zeros(definition.Strides),
+        zeros(strides_type),
         zeros(definition.Sizes),
         zeros(definition.Scalars),
         make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -13,6 +13,9 @@ WARPGROUP_THREADS = 128
 PRODUCER_REGISTERS = 40
 
 HEAD_SIZES = (64, 128, 256, 512)
+KV_FORMATS = ("fp8_e4m3", "nvfp4")
+# Head-dim elements that share a block scale of an nvfp4 cache.
+NVFP4_GROUP = 16
 Q_DTYPES = ("bf16", "fp16")
 # Packed query rows (GQA group x query tokens) that one pass over K and V serves.
 ROW_BUCKETS = (8, 16, 32, 64)
@@ -46,6 +49,7 @@ class DecodeConfig:
     consumer_registers: registers of a consumer thread when the producer warp is padded to a
         warpgroup that gives its own away (setmaxnreg); 0 for a single producer warp.
     loader_only: consumers only hand slots back. The read ceiling of perf/, not an attention.
+    kv_format: one of ``KV_FORMATS``; what depends on it is a policy, see fragments.py.
     """
 
     head_size: int
@@ -56,12 +60,13 @@ class DecodeConfig:
     ctas_per_sm: int
     consumer_registers: int = 0
     loader_only: bool = False
+    kv_format: str = "fp8_e4m3"
 
     @property
     def name(self) -> str:
         loader = "_loader" if self.loader_only else ""
         return (
-            f"decode_sm90_fp8_e4m3_d{self.head_size}_r{self.rows}_{self.q_dtype}"
+            f"decode_sm90_{self.kv_format}_d{self.head_size}_r{self.rows}_{self.q_dtype}"
             f"_box{self.box_tokens}{loader}"
         )
 
@@ -71,17 +76,68 @@ class DecodeConfig:
         return self.rows >= 16
 
     @property
+    def block_scaled(self) -> bool:
+        """Whether the cache has a scale for each group of elements (nvfp4)."""
+        return self.kv_format == "nvfp4"
+
+    @property
+    def queries_in_smem(self) -> bool:
+        """Where Q^T is: wgmma needs it in shared memory; else registers, if there are enough."""
+        return self.uses_wgmma or (self.block_scaled and self.head_size >= 256)
+
+    @property
     def step_tiles(self) -> int:
         """Tiles that share one softmax exchange: small tiles are bound by its latency."""
+        if self.block_scaled and self.head_size == 256 and self.rows == 8:
+            return 2
         return 2 if self.head_size <= 128 and self.rows <= 16 else 1
+
+    @property
+    def chains(self) -> int:
+        """Independent accumulators of a tile's scores: at 8 rows four a step hide the latency of
+        mma.sync."""
+        if self.uses_wgmma:
+            return 1
+        return 2 if self.block_scaled and self.head_size == 512 else 4 // self.step_tiles
 
     @property
     def threads(self) -> int:
         return WARPGROUP_THREADS + (WARPGROUP_THREADS if self.consumer_registers else 32)
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of one token's head of K or V, block scales not counted."""
+        return self.head_size // 2 if self.block_scaled else self.head_size
+
+    @property
+    def data_bytes(self) -> int:
+        return TILE_TOKENS * self.head_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a tile: bytes of its block scales, which follow the data in a slot."""
+        return TILE_TOKENS * self.head_size // NVFP4_GROUP if self.block_scaled else 0
+
+    @property
     def stage_bytes(self) -> int:
-        return TILE_TOKENS * self.head_size
+        return self.data_bytes + self.scale_bytes
+
+    @property
+    def scale_piece(self) -> tuple[int, int]:
+        """(bytes, lanes): the pieces in which a lane of the producer copies a token's scales, and
+        how many lanes share a token."""
+        row = self.head_size // NVFP4_GROUP
+        return min(row, 16), max(1, row // 16)
+
+    @property
+    def value_groups(self) -> int:
+        """Groups of 16 output elements that a warp has a part in; 0 without block scales."""
+        return max(2, self.head_size // 64) if self.block_scaled else 0
+
+    @property
+    def scale_table_bytes(self) -> int:
+        """V scales of a step as the consumer warps arrange them: fragments_nvfp4.py."""
+        return WARPGROUP_THREADS * self.step_tiles * self.value_groups * 4
 
 
 def smem_bytes(config: DecodeConfig) -> int:
@@ -89,11 +145,11 @@ def smem_bytes(config: DecodeConfig) -> int:
     rows, head_size = config.rows, config.head_size
     ring = config.stages * config.stage_bytes
     probabilities = 2 * config.step_tiles * rows * TILE_TOKENS * 2
-    queries = rows * head_size * 2 if config.uses_wgmma else 0
+    queries = rows * head_size * 2 if config.queries_in_smem else 0
     # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items
     tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4) + 64
     barriers = 2 * 8 * config.stages
-    return ring + probabilities + queries + tables + barriers + 3 * 1024
+    return ring + probabilities + queries + config.scale_table_bytes + tables + barriers + 3 * 1024
 
 
 def _stages_within(config: DecodeConfig) -> int:
@@ -109,7 +165,7 @@ def _stages_within(config: DecodeConfig) -> int:
 # tiles want more CTAs beside each other. An SM partition of 16384 registers then holds 2, 3, 4 or
 # 5 warps of 1, 2, 3 or 4 CTAs, which caps a thread at 255, 168, 128 or 96 registers; where the
 # accumulators need more, the producer becomes a warpgroup that gives its registers away.
-_RESIDENCY = {
+_RESIDENCY_FP8 = {
     (512, 8): (1, 0),
     (512, 16): (1, 0),
     (512, 32): (2, 216),
@@ -125,16 +181,43 @@ _RESIDENCY = {
     (64, 32): (3, 0),
     (64, 64): (2, 216),
 }
+# NVFP4 is bound by the issue of instructions, not by loads: it wants more warps, as long as nothing
+# spills. The best of what was tried on an H200 (perf/NOTES.md); for (256, 16), (256, 32), (64, 16)
+# and (64, 32) what compiles without spills.
+_RESIDENCY_NVFP4 = {
+    (512, 8): (2, 0),
+    (512, 16): (2, 216),
+    (512, 32): (2, 216),
+    (256, 8): (3, 0),
+    (256, 16): (2, 216),
+    (256, 32): (2, 216),
+    (128, 8): (4, 0),
+    (128, 16): (2, 0),
+    (128, 32): (2, 0),
+    (128, 64): (2, 216),
+    (64, 8): (4, 0),
+    (64, 16): (3, 0),
+    (64, 32): (3, 0),
+    (64, 64): (2, 216),
+}
+_RESIDENCY = {"fp8_e4m3": _RESIDENCY_FP8, "nvfp4": _RESIDENCY_NVFP4}
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608
 
 
 def make_config(
-    head_size: int, rows: int, q_dtype: str, box_tokens: int, loader_only: bool = False
+    head_size: int,
+    rows: int,
+    q_dtype: str,
+    box_tokens: int,
+    loader_only: bool = False,
+    kv_format: str = "fp8_e4m3",
 ) -> DecodeConfig:
-    """The tuned variant for a head size, row bucket, query dtype and TMA box."""
-    ctas, registers = _RESIDENCY[head_size, rows]
-    draft = DecodeConfig(head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only)
+    """The tuned variant for a head size, row bucket, query dtype, TMA box and cache format."""
+    ctas, registers = _RESIDENCY[kv_format][head_size, rows]
+    draft = DecodeConfig(
+        head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format
+    )
     stages = min(_stages_within(draft), _MAX_RING_BYTES_PER_SM // ctas // draft.stage_bytes)
     return replace(draft, stages=stages)
 
@@ -167,7 +250,8 @@ def box_tokens_for_page(page_size: int) -> int | None:
 def support_table() -> list[DecodeConfig]:
     """Every variant that the public function can ask for."""
     return [
-        make_config(head_size, rows, q_dtype, box)
+        make_config(head_size, rows, q_dtype, box, kv_format=kv_format)
+        for kv_format in KV_FORMATS
         for head_size in HEAD_SIZES
         for rows in row_buckets(head_size)
         for q_dtype in Q_DTYPES

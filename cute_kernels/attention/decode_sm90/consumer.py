@@ -102,20 +102,29 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                 rS[i] = Float32(dsl.NEG_INF)
 
     @cute.jit
+    def prepare_values(self, tile: TileOfStep, which: cutlass.Constexpr):
+        """What a block-scaled cache's V needs before the softmax, whose latency it fills."""
+        if tile.live != 0:
+            cute.arch.mbarrier_wait(self.ring.full + tile.v.slot, tile.v.phase)
+            self.kv.prepare_values(tile.v.slot, which)
+
+    @cute.jit
     def add_values(
         self,
         acc: cute.Tensor,
         tile: TileOfStep,
-        place: Int32,
+        which: cutlass.Constexpr,
+        buffer: Int32,
         seq: Sequence,
         low: Int32,
     ):
         if tile.live != 0:
-            cute.arch.mbarrier_wait(self.ring.full + tile.v.slot, tile.v.phase)
-            first_token = tile.index * TILE_TOKENS
-            if (first_token < low) | (first_token + TILE_TOKENS > seq.used):
-                self.clear_dead_values(seq, low, tile.index, tile.v.slot)
-            self.values(acc, tile.v.slot, place)
+            if const_expr(not self.config.block_scaled):
+                cute.arch.mbarrier_wait(self.ring.full + tile.v.slot, tile.v.phase)
+                first_token = tile.index * TILE_TOKENS
+                if (first_token < low) | (first_token + TILE_TOKENS > seq.used):
+                    self.clear_dead_values(seq, low, tile.index, tile.v.slot)
+            self.values(acc, tile.v.slot, buffer * self.config.step_tiles + which, which)
 
     @cute.jit
     def run(
@@ -138,7 +147,7 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
             cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32)
             for _ in range(config.step_tiles)
         ]
-        rQ = cute.make_rmem_tensor((1 if config.uses_wgmma else config.head_size // 8,), Int32)
+        rQ = cute.make_rmem_tensor((1 if config.queries_in_smem else config.head_size // 8,), Int32)
         rScale = cute.make_rmem_tensor((2,), Float32)
         if const_expr(not config.loader_only):
             # before the first tile arrives, so it costs nothing
@@ -163,11 +172,13 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                 k_scale = scales.mK[b, head]
             if scales.mV.iterator.toint() != 0:
                 v_scale = scales.mV[b, head]
-            base_scale = scales.softmax_scale * k_scale * dsl.LOG2_E
+            base_scale = scales.softmax_scale * k_scale * (dsl.LOG2_E * self.kv.magnitude)
+            if const_expr(config.block_scaled):
+                v_scale = v_scale * self.kv.magnitude
             if const_expr(not config.loader_only):
                 self.publish_visible(seq, chunk)
                 self.reset(acc, state)
-                if const_expr(config.uses_wgmma):
+                if const_expr(config.queries_in_smem):
                     self.keep_queries_in_smem(mQ, queries, base_scale)
                 else:
                     self.keep_queries_in_registers(mQ, queries, rQ, rScale, base_scale)
@@ -194,10 +205,12 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                 else:
                     for i in cutlass.range_constexpr(config.step_tiles):
                         self.score_tile(scores[i], rQ, rScale, tiles[i], view)
+                    if const_expr(config.block_scaled):
+                        for i in cutlass.range_constexpr(config.step_tiles):
+                            self.prepare_values(tiles[i], i)
                     self.softmax(scores, acc, state, buffer)
                     for i in cutlass.range_constexpr(config.step_tiles):
-                        place = buffer * config.step_tiles + i
-                        self.add_values(acc, tiles[i], place, seq, segment.low)
+                        self.add_values(acc, tiles[i], i, buffer, seq, segment.low)
                     buffer = buffer ^ 1
             if const_expr(not config.loader_only):
                 self.reduce_sums(state)

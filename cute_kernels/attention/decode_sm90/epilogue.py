@@ -58,7 +58,7 @@ class Epilogue(ConsumerLane):
     ):
         """The whole item was this CTA's: write O and LSE."""
         shape: Shape = self.shape
-        first = self.warp * self.units * 16 + 2 * self.g
+        first = self.kv.first_element()
         for n in cutlass.range_constexpr(self.row_blocks):
             for r in cutlass.range_constexpr(2):
                 row = chunk.first_row + 8 * n + 2 * self.j + r
@@ -78,7 +78,7 @@ class Epilogue(ConsumerLane):
                         packed = pack_output(
                             output.mO, acc[at] * final.factor, acc[at + 2] * final.factor
                         )
-                        dsl.st_global_b32(address + 32 * u, packed)
+                        dsl.st_global_b32(address + 2 * self.kv.block_element(u), packed)
                     if self.tid < 4:
                         store_lse(output, token, query_head, final.lse)
 
@@ -94,7 +94,7 @@ class Epilogue(ConsumerLane):
     ):
         """One part of an item: normalised output in float32 and LSE in log2 units."""
         config = self.config
-        first = self.warp * self.units * 16 + 2 * self.g
+        first = self.kv.first_element()
         for n in cutlass.range_constexpr(self.row_blocks):
             for r in cutlass.range_constexpr(2):
                 row = 8 * n + 2 * self.j + r
@@ -108,7 +108,9 @@ class Epilogue(ConsumerLane):
                     for u in cutlass.range_constexpr(self.units):
                         at = (u * self.row_blocks + n) * 4 + r
                         dsl.st_global_f32x2(
-                            address + 64 * u, acc[at] * factor, acc[at + 2] * factor
+                            address + 4 * self.kv.block_element(u),
+                            acc[at] * factor,
+                            acc[at + 2] * factor,
                         )
                     if self.tid < 4:
                         partial.mLse[slot, row] = state.rMax[2 * n + r] + dsl.log2(total)

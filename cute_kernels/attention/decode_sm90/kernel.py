@@ -1,8 +1,9 @@
-"""SM90 decode attention over a paged FP8 (e4m3) KV cache: the kernel and its launch.
+"""SM90 decode attention over a paged FP8 (e4m3) or NVFP4 KV cache: the kernel and its launch.
 
 Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_heads, D) bytes with
-any 16-byte-aligned strides and contiguous D, D one of 64, 128, 256, 512; page_size a multiple of
-the variant's ``box_tokens``. A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
+any 16-byte-aligned strides and contiguous D, D one of 64, 128, 256, 512 (nvfp4: D / 2 bytes, and
+D / 16 block scales by strides of their own); page_size a multiple of the variant's ``box_tokens``.
+A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
 
 One CTA is a producer warp and a consumer warpgroup around a ring of 64-token tiles in shared
 memory: the producer loads K and V by TMA, the consumers convert to fp16 in registers and multiply
@@ -20,7 +21,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_kernels.attention.common import launch
-from cute_kernels.attention.common.launch import Scales, Sizes, Strides
+from cute_kernels.attention.common.launch import ScaledStrides, Scales, Sizes, Strides
 from cute_kernels.attention.common.output import Output, Partial
 from cute_kernels.attention.common.tile_schedule import (
     Lengths,
@@ -66,6 +67,19 @@ class Addresses(NamedTuple):
     counters: cute.Pointer
 
 
+_OPERANDS = [(name, cute.Pointer) for name in Addresses._fields]
+# Of a block-scaled cache; the scratch ``counters`` stays last.
+ScaledAddresses = NamedTuple(
+    "ScaledAddresses",
+    [*_OPERANDS[:-1], ("k_scale", cute.Pointer), ("v_scale", cute.Pointer), _OPERANDS[-1]],
+)
+
+
+def operand_types(config: DecodeConfig):
+    """(addresses, strides) that a variant takes."""
+    return (ScaledAddresses, ScaledStrides) if config.block_scaled else (Addresses, Strides)
+
+
 class Scalars(NamedTuple):
     """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid.
 
@@ -91,14 +105,14 @@ class DecodeSm90:
     def __call__(
         self,
         mWorkspace: cute.Tensor,
-        at: Addresses,
-        strides: Strides,
+        at: Addresses | ScaledAddresses,
+        strides: Strides | ScaledStrides,
         sizes: Sizes,
         scalars: Scalars,
         stream,
     ):
         config, D = self.config, self.config.head_size
-        k, v = launch.cache_operands(at, strides, sizes, self.layout, D)
+        k, v = launch.cache_operands(at, strides, sizes, self.layout, config.head_bytes)
         mQ = launch.queries(at, strides, sizes, D)
         output = launch.outputs(at, strides, sizes, D)
         scales = launch.scales(at, strides, sizes, scalars.softmax_scale, scalars.softcap)
@@ -115,6 +129,8 @@ class DecodeSm90:
             scalars.max_rows,
         )
         source = launch.pages(at, strides, sizes)
+        if const_expr(config.block_scaled):
+            source = source._replace(block_scales=launch.block_scales(at, strides))
         partial = self._workspace(mWorkspace, at.counters, scalars.ctas)
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
@@ -171,7 +187,7 @@ class DecodeSm90:
         ring, smem = self._allocate()
         if tid == 0:
             for slot in cutlass.range_constexpr(config.stages):
-                cute.arch.mbarrier_init(ring.full + slot, 1)
+                cute.arch.mbarrier_init(ring.full + slot, 33 if config.block_scaled else 1)
                 cute.arch.mbarrier_init(ring.empty + slot, 4)
             cute.arch.mbarrier_init_fence()
             cpasync.prefetch_descriptor(atomK)
@@ -199,7 +215,7 @@ class DecodeSm90:
             return allocator.allocate_array(element, count, byte_alignment=alignment)
 
         ring = array(Uint8, config.stage_bytes * config.stages, 1024)
-        q = array(Float16, rows * D if config.uses_wgmma else 8, 1024)
+        q = array(Float16, rows * D if config.queries_in_smem else 8, 1024)
         p = array(Float16, 2 * config.step_tiles * rows * TILE_TOKENS, 1024)
         row_max = array(Float32, 4 * rows, 128)
         row_sum = array(Float32, 4 * rows, 128)
@@ -207,6 +223,7 @@ class DecodeSm90:
         q_scale = array(Float32, rows, 128)
         q_max = array(Int32, 4 * rows, 128)
         shared_items = array(Int32, 2 * SHARED_ITEM_WORDS, 32)
+        scales = array(Uint8, config.scale_table_bytes, 128) if config.block_scaled else q
         full = array(Int64, config.stages, 8)
         empty = array(Int64, config.stages, 8)
         sQ = sP = None
@@ -217,6 +234,6 @@ class DecodeSm90:
             p_layout = cute.tile_to_shape(atom, p_shape, order=(0, 1, 2))
             sQ = cute.make_tensor(cute.recast_ptr(q, q_layout.inner, dtype=Float16), q_layout.outer)
             sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=Float16), p_layout.outer)
-        tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, q)
+        tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q)
         addresses = [x.toint() for x in tables]
         return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)

@@ -3,8 +3,9 @@
 Fragment coordinates, with lane = 4 g + j and row block n = 0 .. rows/8 - 1:
 
 - S^T of warp w: tokens 16 w + T(g) and 8 further (T: ``TileLayout.token_of``), rows 8 n + 2 j, + 1;
-- O^T of warp w: head-dim elements 16 u + 2 g, + 1 for its units u, the same rows. So the softmax
-  state of a row sits in the lanes that hold its output, and rescaling needs no exchange.
+- O^T of warp w: two neighbouring head-dim elements for each of its blocks u (which: fragments.py),
+  the same rows. So the softmax state of a row sits in the lanes that hold its output, and rescaling
+  needs no exchange.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cutlass import Float32, Int32
 from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import Shape
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS, DecodeConfig
+from cute_kernels.attention.decode_sm90.fragments import FRAGMENTS
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import Ring
 
@@ -36,7 +38,7 @@ class ConsumerSmem(NamedTuple):
     step's, others fill the next one's. row_max, row_sum: (4 warps, rows) float32. visible: (rows,)
     pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score into a
     log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two entries of
-    SHARED_ITEM_WORDS words, see fixup.py.
+    SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
     """
 
     p: Int32
@@ -46,6 +48,7 @@ class ConsumerSmem(NamedTuple):
     q_scale: Int32
     q_max: Int32
     shared_items: Int32
+    scales: Int32
     q: Int32
     sQ: cute.Tensor
     sP: cute.Tensor
@@ -71,36 +74,17 @@ class ConsumerLane:
         self.config, self.layout = config, TileLayout(config)
         self.mma, self.shape, self.ring, self.smem, self.softcap = mma, shape, ring, smem, softcap
         self.row_blocks = config.rows // 8
-        # 16-element units of the head dim that one warp owns in O^T.
+        # Blocks of 16 head-dim elements that one warp owns in O^T.
         self.units = config.head_size // 64
-        # At 8 rows four independent accumulator chains a step hide the latency of mma.sync.
-        self.chains = 1 if config.uses_wgmma else 4 // config.step_tiles
+        self.chains = config.chains
         tid, _, _ = cute.arch.thread_idx()
         self.tid = tid
         self.lane = tid % 32
         self.warp = cute.arch.make_warp_uniform(tid // 32)
         self.g = self.lane // 4
         self.j = self.lane % 4
-        self._set_addresses()
-
-    def _set_addresses(self):
-        layout, lane, warp = self.layout, self.lane, self.warp
-        ring_address = self.ring.base.toint()
-        token = layout.token_of(self.g)
-        self.token_in_tile = 16 * warp + token
-        self.k_address = (
-            ring_address
-            + layout.row(16 * warp)
-            + token * layout.row_bytes
-            + ((self.j ^ layout.swizzle_of(token)) * 16)
-        )
-        v_token = 8 * (lane // 8) + layout.token_of(lane % 8)
-        first_unit = warp * self.units
-        self.v_swizzle = layout.swizzle_of(v_token)
-        self.v_address = (
-            ring_address + layout.row(v_token) + (first_unit // layout.units) * layout.block_bytes
-        )
-        self.v_unit = first_unit % layout.units
+        self.token_in_tile = 16 * self.warp + self.layout.token_of(self.g)
+        self.kv = FRAGMENTS[config.kv_format](config, self.layout, self, smem.scales)
 
     def make_state(self):
         """(output accumulators, softmax state); filled anew by ``reset`` for each item."""

@@ -26,6 +26,7 @@ from cute_kernels.attention.common.operands import (
 )
 from cute_kernels.attention.decode_sm90.config import (
     HEAD_SIZES,
+    KV_FORMATS,
     TILE_TOKENS,
     DecodeConfig,
     box_tokens_for_page,
@@ -55,8 +56,8 @@ def can_run(problem: AttentionProblem) -> str | None:
     capability = device_arch(q.device.index).capability
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]}, the kernel is for 9.0"
-    if k.dtype is not torch.float8_e4m3fn:
-        return f"KV dtype {k.dtype}, the kernel reads float8_e4m3fn"
+    if problem.kv_format not in KV_FORMATS:
+        return f"KV dtype {k.dtype}, the kernel reads float8_e4m3fn and nvfp4"
     head_size = q.shape[2]
     if head_size not in HEAD_SIZES:
         return f"head size {head_size}, the kernel has {HEAD_SIZES}"
@@ -113,7 +114,7 @@ def _plan(problem: AttentionProblem, q, k, v, out, max_rows: int) -> SplitKvLaun
     heads, head_size = q.shape[1:]
     page_size = None if problem.block_table is None else k.shape[1]
     packed_rows = min(problem.max_seqlen_q * (heads // k.shape[-2]), max_rows)
-    config = _config(head_size, packed_rows, q.dtype, page_size)
+    config = _config(head_size, packed_rows, q.dtype, page_size, problem.kv_format)
     arch = device_arch(q.device.index)
     ctas = grid_ctas(config, arch.sm_count)
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes))
@@ -130,7 +131,12 @@ def _plan(problem: AttentionProblem, q, k, v, out, max_rows: int) -> SplitKvLaun
 
 @cache
 def _config(
-    head_size: int, packed_rows: int, q_dtype: torch.dtype, page_size: int | None
+    head_size: int,
+    packed_rows: int,
+    q_dtype: torch.dtype,
+    page_size: int | None,
+    kv_format: str,
 ) -> DecodeConfig:
     box = TILE_TOKENS if page_size is None else box_tokens_for_page(page_size)
-    return make_config(head_size, row_bucket(head_size, packed_rows), _Q_DTYPE_NAMES[q_dtype], box)
+    rows = row_bucket(head_size, packed_rows)
+    return make_config(head_size, rows, _Q_DTYPE_NAMES[q_dtype], box, kv_format=kv_format)

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels import dsl
+from cute_kernels import dsl, dsl_nvfp4
 from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Shape,
@@ -17,20 +17,42 @@ from cute_kernels.attention.common.tile_schedule import (
     next_item,
     segment_at,
 )
-from cute_kernels.attention.decode_sm90.config import DecodeConfig
-from cute_kernels.attention.decode_sm90.layout import TileLayout
+from cute_kernels.attention.decode_sm90.config import TILE_TOKENS, DecodeConfig
+from cute_kernels.attention.decode_sm90.layout import TileLayout, swizzle_bits
 
 # Each byte of the cache is read once: L2 should drop it first (createpolicy evict_first).
 EVICT_FIRST = 0x12F0000000000000
 
 
+class BlockScales(NamedTuple):
+    """K's or V's of a block-scaled cache: address, and strides in bytes; groups are contiguous."""
+
+    base: Int64
+    page: Int64
+    token: Int32
+    head: Int64
+
+
+class ScalePiece(NamedTuple):
+    """What a lane copies of a tile's scales in one go: of which token, and how much of it (0 for a
+    token that no row may see)."""
+
+    page: Int32
+    in_page: Int32
+    live_bytes: Int32
+
+
 class PagedSource(NamedTuple):
-    """Where tokens lie. mTable (batch, width) int32; ``paged`` 0 means one run of tokens (mCuK)."""
+    """Where tokens lie. mTable (batch, width) int32; ``paged`` 0 means one run of tokens (mCuK).
+
+    block_scales: K's and V's of a block-scaled cache.
+    """
 
     mTable: cute.Tensor
     table_width: Int32
     page_size: Int32
     paged: Int32
+    block_scales: tuple[BlockScales, BlockScales] | None = None
 
 
 class TmaOperand(NamedTuple):
@@ -41,7 +63,8 @@ class TmaOperand(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots of one tile each with their barriers: ``full`` (TMA bytes), ``empty`` (4 warps)."""
+    """Slots of one tile each with their barriers: ``full`` (TMA bytes; the lanes' copies of block
+    scales too, where there are any), ``empty`` (4 warps)."""
 
     base: cute.Pointer
     full: cute.Pointer
@@ -59,7 +82,7 @@ class Producer:
     def ring_boxes(self, base: cute.Pointer, slots: int, slot_bytes: int) -> cute.Tensor:
         """A ring as (elements of a box, boxes of a slot, slots)."""
         layout = self.layout
-        swizzle = cute.make_swizzle(3 if layout.row_bytes == 128 else 2, 4, 3)
+        swizzle = cute.make_swizzle(swizzle_bits(layout.row_bytes), 4, 3)
         tile = cute.make_layout(
             (layout.row_bytes, layout.box_tokens, layout.blocks, layout.boxes, slots),
             stride=(1, layout.row_bytes, layout.block_bytes, layout.box_bytes, slot_bytes),
@@ -93,6 +116,48 @@ class Producer:
         cute.copy(operand.atom, g, s, tma_bar_ptr=full, cache_policy=Int64(self.cache_policy))
 
     @cute.jit
+    def scale_pieces(self, boxes, segment, tile: Int32):
+        """The lane's pieces of a tile's block scales.
+
+        Copies of a token's scales, not TMA boxes: in a page with the heads of a token side by side
+        a row is as short as 4 bytes. Lanes take neighbouring pieces. Of tokens that no row may see
+        the copy writes zeros: a NaN among those scales must not reach an MMA, and with a scale of
+        zero K and V are zeros too.
+        """
+        config = self.config
+        size, lanes = config.scale_piece
+        tokens = 32 // lanes
+        lane = cute.arch.lane_idx()
+        pieces = []
+        for i in cutlass.range_constexpr(TILE_TOKENS // tokens):
+            in_tile = i * tokens + lane // lanes
+            page, in_page = boxes[i * tokens // config.box_tokens]
+            if const_expr(config.box_tokens < tokens):
+                other = boxes[i * tokens // config.box_tokens + 1]
+                second = lane // lanes >= config.box_tokens
+                page = cutlass.select_(second, other[0], page)
+                in_page = cutlass.select_(second, other[1], in_page)
+            token = tile * TILE_TOKENS + in_tile
+            live = Int32(size)
+            if (token < segment.low) | (token >= segment.seq.used):
+                live = Int32(0)
+            pieces.append(ScalePiece(page, in_page + (in_tile & (config.box_tokens - 1)), live))
+        return pieces
+
+    @cute.jit
+    def copy_scales(self, scales: BlockScales, first: Int64, ring: Ring, slot: Int32, pieces):
+        """first: the address of the lane's part of the head's scales."""
+        config = self.config
+        size, _ = config.scale_piece
+        shared = ring.base.toint() + slot * config.stage_bytes + config.data_bytes
+        shared = shared + cute.arch.lane_idx() * size
+        for i in cutlass.range_constexpr(len(pieces)):
+            piece = pieces[i]
+            at = first + Int64(piece.page) * scales.page + Int64(piece.in_page) * scales.token
+            dsl_nvfp4.copy_async_or_zero(shared + i * 32 * size, at, size, piece.live_bytes)
+        dsl_nvfp4.arrive_after_copies((ring.full + slot).toint())
+
+    @cute.jit
     def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
         lane = cute.arch.lane_idx()
@@ -110,6 +175,13 @@ class Producer:
             run_start = Int32(0)
             if source.paged == 0:
                 run_start = self.lengths.mCuK[b]
+            if const_expr(config.block_scaled):
+                size, lanes = config.scale_piece
+                part = (lane % lanes) * size
+                first = [
+                    scales.base + Int64(segment.head) * scales.head + part
+                    for scales in source.block_scales
+                ]
             page = Int32(0)
             in_page = Int32(0)
             ahead = Int32(0)
@@ -137,12 +209,12 @@ class Producer:
                         )
                     )
                 ahead = ahead + layout.boxes
+                if const_expr(config.block_scaled):
+                    pieces = self.scale_pieces(boxes, segment, t)
                 for operand in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(ring.empty + slot, phase)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(
-                            ring.full + slot, config.stage_bytes
-                        )
+                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, config.data_bytes)
                     for i in cutlass.range_constexpr(layout.boxes):
                         self.load_box(
                             k if const_expr(operand == 0) else v,
@@ -152,6 +224,9 @@ class Producer:
                             boxes[i][0],
                             ring.full + slot,
                         )
+                    if const_expr(config.block_scaled):
+                        scales = source.block_scales[operand]
+                        self.copy_scales(scales, first[operand], ring, slot, pieces)
                     slot = slot + 1
                     if slot == config.stages:
                         slot = Int32(0)
@@ -159,3 +234,5 @@ class Producer:
             done = done + segment.count
             tile = Int32(0)
             b, item = next_item(segment, shape, stretch.item_step)
+        if const_expr(config.block_scaled):
+            dsl_nvfp4.wait_for_copies()

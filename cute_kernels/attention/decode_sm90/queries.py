@@ -5,8 +5,9 @@ that brings its largest finite element into [2^14, 2^15): exact, and undone in f
 row's score scale. Elements 2^-28 below the row's maximum stay normal numbers. fp16 rows are taken
 as they are.
 
-K's bytes are read 16 at a time, so MMA k-step s of pass p covers head-dim elements
-64 p + 16 j + 4 s + {0, 1} (k 2j, 2j+1) and {2, 3} (k 2j+8, 2j+9); Q follows that order.
+K's bytes are read 16 at a time, so which head-dim elements an MMA k-step has follows from the cache
+format, and Q follows that order (fragments.py). For FP8, k-step s of pass p covers elements
+64 p + 16 j + 4 s + {0, 1} (k 2j, 2j+1) and {2, 3} (k 2j+8, 2j+9).
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ class QueryLoading(ConsumerLane):
         row = cutlass.min(chunk.first_row + row_in_item, chunk.rows_end - 1)
         token = query_token(self.shape, row)
         query_head = head * self.shape.group + row - token * self.shape.group
-        element = cute.crd2idx((seq.q_start + token, query_head, 16 * self.j), mQ.layout)
+        element = cute.crd2idx(
+            (seq.q_start + token, query_head, self.kv.query_stride * self.j), mQ.layout
+        )
         return mQ.iterator.toint() + Int64(element) * 2
 
     def fetch_queries(self, mQ: cute.Tensor, seq: Sequence, chunk: Chunk, head: Int32):
         """Issue the loads of the lane's share of Q; ``keep_queries`` waits for them.
 
-        8 rows: all of Q in each warp. More: of each row block, every fourth half pass a warp.
+        Q in registers: all of it in each warp. In shared memory: of each row block, every fourth
+        half pass a warp.
         """
-        if self.config.uses_wgmma:
+        if self.config.queries_in_smem:
             half_passes = self.config.head_size // 32
             units = [
                 cutlass.min(self.warp + 4 * i, Int32(half_passes - 1))
@@ -60,8 +64,7 @@ class QueryLoading(ConsumerLane):
         for n in range(self.row_blocks):
             address = self._row_address(mQ, seq, chunk, head, 8 * n + self.g)
             loaded += [
-                dsl.ld_global_nc_b32x4(address + (unit // 2) * 128 + (unit % 2) * 16)
-                for unit in units
+                dsl.ld_global_nc_b32x4(address + self.kv.query_offset(unit)) for unit in units
             ]
         return loaded
 
@@ -72,8 +75,9 @@ class QueryLoading(ConsumerLane):
         """8 rows: every warp keeps all of Q as fragments; rScale: scales of rows 2j, 2j + 1."""
         words = self.config.head_size // 8
         for i in cutlass.range_constexpr(words // 4):
+            arranged = self.kv.arrange_queries(loaded[i])
             for z in cutlass.range_constexpr(4):
-                rQ[4 * i + z] = loaded[i][z]
+                rQ[4 * i + z] = arranged[z]
         rScale[0] = base_scale
         rScale[1] = base_scale
         if const_expr(mQ.element_type is BFloat16):
@@ -93,7 +97,8 @@ class QueryLoading(ConsumerLane):
 
     @cute.jit
     def keep_queries_in_smem(self, mQ: cute.Tensor, loaded, base_scale: Float32):
-        """16 and more rows: Q^T in shared memory as a K-major, 128-byte-swizzled wgmma operand."""
+        """Q^T in shared memory: for wgmma a K-major, 128-byte-swizzled operand; for 8 rows the
+        fragments of two k-steps after the other, 16 bytes a lane."""
         config, smem = self.config, self.smem
         half_passes = config.head_size // 32
         per_warp = max(1, half_passes // 4)
@@ -126,11 +131,17 @@ class QueryLoading(ConsumerLane):
             for i in cutlass.range_constexpr(per_warp):
                 unit = self.warp + 4 * i
                 if unit < half_passes:
-                    at = smem.q + (unit // 2) * (config.rows * 128) + row * 128 + 4 * self.j
-                    for z in cutlass.range_constexpr(4):
-                        word = loaded[n * per_warp + i][z]
+                    words = self.kv.arrange_queries(loaded[n * per_warp + i])
+                    if const_expr(config.uses_wgmma):
+                        at = smem.q + (unit // 2) * (config.rows * 128) + row * 128 + 4 * self.j
+                        for z in cutlass.range_constexpr(4):
+                            word = words[z]
+                            if const_expr(is_bf16):
+                                word = dsl.bf16x2_to_f16x2_scaled(word, scale)
+                            position = (4 * (unit % 2) + z) ^ self.g
+                            dsl.st_shared_b32(at + position * 16, word)
+                    else:
                         if const_expr(is_bf16):
-                            word = dsl.bf16x2_to_f16x2_scaled(word, scale)
-                        position = (4 * (unit % 2) + z) ^ self.g
-                        dsl.st_shared_b32(at + position * 16, word)
+                            words = [dsl.bf16x2_to_f16x2_scaled(word, scale) for word in words]
+                        dsl.st_shared_b32x4(smem.q + unit * 512 + self.lane * 16, *words)
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,8 +1,9 @@
 """The arithmetic of one tile: scores, online softmax, output.
 
 The problem is transposed: S^T = K Q^T and O^T = V^T P^T, so that K and V are the A operand, taken
-from registers. An FP8 byte is read from shared memory once, converted to fp16 in the lane that
-multiplies it, and never written back. The N of every MMA is the packed query rows.
+from registers. A byte of the cache is read from shared memory once, converted to fp16 in the lane
+that multiplies it (fragments.py: how, and in which order), and never written back. The N of every
+MMA is the packed query rows.
 
 Scores live in the log2 domain once they have been scaled: exp2 and log2 are what the hardware has.
 """
@@ -33,23 +34,18 @@ class TileMath(ConsumerLane):
     @cute.jit
     def scores(self, rS: cute.Tensor, rQ: cute.Tensor, slot: Int32, phase: Int32):
         """rS = K Q^T of one tile (raw products), then hands the K slot back."""
-        config, layout = self.config, self.layout
+        config = self.config
         for i in cutlass.range_constexpr(self.chains * self.row_blocks * 4):
             rS[i] = Float32(0.0)
         cute.arch.mbarrier_wait(self.ring.full + slot, phase)
-        base = self.k_address + slot * config.stage_bytes
         passes = config.head_size // 64
+        loaded = None
         for p in cutlass.range_constexpr(passes):
-            address = base + (p // 2) * layout.block_bytes
-            if const_expr(p % 2 == 1):
-                # unit 4 + j instead of j: bit 2 of the unit, xor-ed after the swizzle
-                address = (base ^ 64) + (p // 2) * layout.block_bytes
-            low = dsl.ld_shared_b32x4(address)
-            high = dsl.ld_shared_b32x4(address + 8 * layout.row_bytes)
+            loaded = self.kv.load_keys(slot, p, loaded)
             if const_expr(config.uses_wgmma):
-                self._scores_wgmma(rS, low, high, p)
+                self._scores_wgmma(rS, loaded, p)
             else:
-                self._scores_mma(rS, rQ, low, high, p)
+                self._scores_mma(rS, rQ, loaded, p)
         self.release(slot)
         if const_expr(config.uses_wgmma):
             warpgroup.wait_group(0)
@@ -59,12 +55,15 @@ class TileMath(ConsumerLane):
                     rS[i] = rS[i] + rS[4 * chain + i]
 
     @cute.jit
-    def _scores_wgmma(self, rS: cute.Tensor, low, high, p: cutlass.Constexpr):
+    def _scores_wgmma(self, rS: cute.Tensor, loaded, p: cutlass.Constexpr):
         rA = cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16)
         words = cute.recast_tensor(rA, Int32)
-        for s in cutlass.range_constexpr(4):
-            words[4 * s], words[4 * s + 2] = dsl.e4m3x4_to_f16x4(low[s])
-            words[4 * s + 1], words[4 * s + 3] = dsl.e4m3x4_to_f16x4(high[s])
+        steps = 4 // self.kv.words_per_pass
+        for word in cutlass.range_constexpr(self.kv.words_per_pass):
+            operands = self.kv.key_operands(loaded, p, word)
+            for i in cutlass.range_constexpr(steps):
+                for z in cutlass.range_constexpr(4):
+                    words[4 * (steps * word + i) + z] = operands[i][z]
         tQ = self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(self.smem.sQ))
         accumulator = cute.make_tensor(
             rS.iterator, cute.make_layout(((2, 2, self.row_blocks), 1, 1), stride=((1, 2, 4), 0, 0))
@@ -78,27 +77,49 @@ class TileMath(ConsumerLane):
         warpgroup.wait_group(1)
 
     @cute.jit
-    def _scores_mma(self, rS: cute.Tensor, rQ: cute.Tensor, low, high, p: cutlass.Constexpr):
-        for s in cutlass.range_constexpr(4):
-            a0, a2 = dsl.e4m3x4_to_f16x4(low[s])
-            a1, a3 = dsl.e4m3x4_to_f16x4(high[s])
-            b = (rQ[8 * p + 2 * s], rQ[8 * p + 2 * s + 1])
-            c = 4 * (s % self.chains)
-            d = dsl.mma_m16n8k16_f16(
-                a0, a1, a2, a3, b[0], b[1], rS[c], rS[c + 1], rS[c + 2], rS[c + 3]
-            )
-            for i in cutlass.range_constexpr(4):
-                rS[c + i] = d[i]
+    def _scores_mma(self, rS: cute.Tensor, rQ: cute.Tensor, loaded, p: cutlass.Constexpr):
+        steps = 4 // self.kv.words_per_pass
+        for word in cutlass.range_constexpr(self.kv.words_per_pass):
+            operands = self.kv.key_operands(loaded, p, word)
+            for i in cutlass.range_constexpr(steps):
+                s = steps * word + i
+                if const_expr(not self.config.queries_in_smem):
+                    b = (rQ[8 * p + 2 * s], rQ[8 * p + 2 * s + 1])
+                else:
+                    if const_expr(s % 2 == 0):
+                        pair = self._query_fragments(2 * p + s // 2)
+                    b = (pair[2 * (s % 2)], pair[2 * (s % 2) + 1])
+                c = 4 * (s % self.chains)
+                d = dsl.mma_m16n8k16_f16(
+                    *operands[i], b[0], b[1], rS[c], rS[c + 1], rS[c + 2], rS[c + 3]
+                )
+                for z in cutlass.range_constexpr(4):
+                    rS[c + z] = d[z]
+
+    def _query_fragments(self, load: int):
+        """Of 8 rows in shared memory: B of k-steps 2 load and 2 load + 1."""
+        return dsl.ld_shared_b32x4(self.smem.q + load * 512 + self.lane * 16)
 
     @cute.jit
     def scale_and_mask(self, rS: cute.Tensor, rScale: cute.Tensor, tile: Int32, masked: Int32):
         """Raw products -> log2-domain scores: descale and scale, then softcap, then mask."""
         for n in cutlass.range_constexpr(self.row_blocks):
             scale = (rScale[0], rScale[1])
-            if const_expr(self.config.uses_wgmma):
+            if const_expr(self.config.queries_in_smem):
                 scale = dsl.ld_shared_f32x2(self.smem.q_scale + 32 * n + 8 * self.j)
             for i in cutlass.range_constexpr(4):
                 rS[4 * n + i] = rS[4 * n + i] * scale[i % 2]
+        if const_expr(self.config.block_scaled):
+            # As one rare block it is branched around. By itself each part is issued for every tile,
+            # predicated off, which costs only where instruction issue is the limit (H200,
+            # 2026-11-30: B32 S8192 64/8 D128 nvfp4 101 us, as one block 96; FP8 gains nothing).
+            if (masked != 0) | (self.softcap != 0.0):
+                self._cap_and_mask(rS, tile, masked)
+        else:
+            self._cap_and_mask(rS, tile, masked)
+
+    @cute.jit
+    def _cap_and_mask(self, rS: cute.Tensor, tile: Int32, masked: Int32):
         if self.softcap != 0.0:
             # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)); x is in log2 units already
             inverse = 2.0 / self.softcap
@@ -235,67 +256,70 @@ class TileMath(ConsumerLane):
             swizzle = layout.swizzle_of(in_tile)
             if (token < low) | (token >= seq.used):
                 for u in cutlass.range_constexpr(self.units):
-                    unit = (self.v_unit + u) ^ swizzle
+                    unit = (self.kv.v_unit + u) ^ swizzle
                     dsl.st_shared_b32x4(row + unit * 16, zero, zero, zero, zero)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
     @cute.jit
-    def values(self, acc: cute.Tensor, slot: Int32, tile: Int32):
+    def values(self, acc: cute.Tensor, slot: Int32, tile: Int32, which: cutlass.Constexpr):
         """acc += V^T P^T of one tile (it has arrived), then hands its slot back.
 
-        tile: index of its P^T among those in shared memory.
+        tile: index of its P^T among those in shared memory. which: its index in the step.
         """
-        config, layout = self.config, self.layout
-        base = self.v_address + slot * config.stage_bytes
+        config = self.config
         base_p = self.smem.p + tile * (config.rows * TILE_TOKENS * 2)
         p = []
         if const_expr(not config.uses_wgmma):
             for w in cutlass.range_constexpr(4):
                 p.append(dsl.ld_shared_b32x2(base_p + w * 256 + self.lane * 8))
-        for u in cutlass.range_constexpr(self.units):
-            address = base + (((self.v_unit + u) ^ self.v_swizzle) * 16)
-            words = []
-            for half in cutlass.range_constexpr(2):
-                words.append(dsl.ldmatrix_x4_trans(address + half * layout.second_half))
+        for load in cutlass.range_constexpr(self.kv.value_loads):
+            loaded = self.kv.load_values(slot, load, which)
             if const_expr(config.uses_wgmma):
-                self._values_wgmma(acc, words, u, tile)
+                self._values_wgmma(acc, loaded, load, tile)
             else:
-                self._values_mma(acc, words, p, u)
+                self._values_mma(acc, loaded, p, load)
         self.release(slot)
         if const_expr(config.uses_wgmma):
             warpgroup.wait_group(0)
 
     @cute.jit
-    def _values_wgmma(self, acc: cute.Tensor, words, u: cutlass.Constexpr, tile: Int32):
-        rA = cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16)
-        a = cute.recast_tensor(rA, Int32)
+    def _values_wgmma(self, acc: cute.Tensor, loaded, load: cutlass.Constexpr, tile: Int32):
+        blocks = self.kv.blocks_per_load
+        fragments = [cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16) for _ in range(blocks)]
+        words = [cute.recast_tensor(rA, Int32) for rA in fragments]
         for s in cutlass.range_constexpr(4):
-            near, far = words[s // 2][2 * (s % 2)], words[s // 2][2 * (s % 2) + 1]
-            a[4 * s], a[4 * s + 1] = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(near))
-            a[4 * s + 2], a[4 * s + 3] = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(far))
+            operands = self.kv.value_operands(loaded, s)
+            for block in cutlass.range_constexpr(blocks):
+                for z in cutlass.range_constexpr(4):
+                    words[block][4 * s + z] = operands[block][z]
         tP = self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(self.smem.sP))
-        accumulator = cute.make_tensor(
-            acc.iterator + u * 4 * self.row_blocks,
-            cute.make_layout(((2, 2, self.row_blocks), 1, 1), stride=((1, 2, 4), 0, 0)),
-        )
         warpgroup.fence()
-        for s in cutlass.range_constexpr(4):
-            cute.gemm(
-                self.mma, accumulator, rA[None, None, s], tP[None, None, s, tile], accumulator
+        for block in cutlass.range_constexpr(blocks):
+            accumulator = cute.make_tensor(
+                acc.iterator + (load * blocks + block) * 4 * self.row_blocks,
+                cute.make_layout(((2, 2, self.row_blocks), 1, 1), stride=((1, 2, 4), 0, 0)),
             )
+            for s in cutlass.range_constexpr(4):
+                cute.gemm(
+                    self.mma,
+                    accumulator,
+                    fragments[block][None, None, s],
+                    tP[None, None, s, tile],
+                    accumulator,
+                )
         warpgroup.commit_group()
         warpgroup.wait_group(1)
 
     @cute.jit
-    def _values_mma(self, acc: cute.Tensor, words, p, u: cutlass.Constexpr):
+    def _values_mma(self, acc: cute.Tensor, loaded, p, load: cutlass.Constexpr):
         for s in cutlass.range_constexpr(4):
-            near, far = words[s // 2][2 * (s % 2)], words[s // 2][2 * (s % 2) + 1]
-            a0, a1 = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(near))
-            a2, a3 = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(far))
-            d = dsl.mma_m16n8k16_f16(
-                a0, a1, a2, a3, p[s][0], p[s][1],
-                acc[4 * u], acc[4 * u + 1], acc[4 * u + 2], acc[4 * u + 3],
-            )  # fmt: skip
-            for i in cutlass.range_constexpr(4):
-                acc[4 * u + i] = d[i]
+            operands = self.kv.value_operands(loaded, s)
+            for block in cutlass.range_constexpr(self.kv.blocks_per_load):
+                at = 4 * (load * self.kv.blocks_per_load + block)
+                d = dsl.mma_m16n8k16_f16(
+                    *operands[block], p[s][0], p[s][1],
+                    acc[at], acc[at + 1], acc[at + 2], acc[at + 3],
+                )  # fmt: skip
+                for z in cutlass.range_constexpr(4):
+                    acc[at + z] = d[z]

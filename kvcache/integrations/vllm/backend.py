@@ -11,9 +11,10 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
+from cute_kernels.formats import QuantMode
 from kvcache import blocks, contracts
 from kvcache.config import AttentionConfig
-from kvcache.dtypes import QUERY_DTYPES
+from kvcache.dtypes import KV_CACHE_DTYPES, QUERY_DTYPES
 from kvcache.integrations.vllm.dtypes import config_of_spec, refusal, stored_names
 
 
@@ -34,7 +35,11 @@ class CuteAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [
         getattr(torch, name) for name, short in QUERY_DTYPES.items() if short in _all("q_dtypes")
     ]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = stored_names(*_all("kv_cache_formats"))
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        name
+        for name in stored_names(*_all("kv_cache_formats"))
+        if KV_CACHE_DTYPES[name].quant_mode is not QuantMode.BLOCK_SCALED  # see `dtypes.refusal`
+    ]
     forward_includes_kv_cache_update: bool = False
     supports_kv_cache_update_bypass: bool = True
 

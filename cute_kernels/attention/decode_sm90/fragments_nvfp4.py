@@ -1,0 +1,185 @@
+"""NVFP4 K and V as MMA operands: the policy of fragments.py for E2M1 codes with E4M3 block scales.
+
+SM90 has no instruction for E2M1. Eight codes become two words of E4M3 bytes (value * 2^-6) with six
+integer instructions, the bytes fp16 by the conversion that FP8 uses, and the products with the
+group's scale are exact in fp16: at most 6 * 448 / 64, multiples of 2^-16. The factor 64 is applied
+in float32, to the score scale and to the output scale. Unlike FP8, this is bound by the issue of
+instructions, so the pairs that come out are not put back into order: Q and the output follow them.
+
+*K*: a lane has a unit (16 bytes, 32 elements) of a row a load, or half a one at head size 64; of a
+word of 8 elements, k-step 0 takes the even ones and k-step 1 the odd ones. *V*: ``ldmatrix`` moves
+b16, here 4 elements of a token, so a unit makes two blocks of 16 output rows, of which a lane has
+elements 4 g .. 4 g + 3.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels import dsl, dsl_nvfp4
+from cute_kernels.attention.decode_sm90.config import DecodeConfig
+from cute_kernels.attention.decode_sm90.layout import TileLayout
+
+
+class Nvfp4Fragments:
+    """See the module, and ``Fp8Fragments`` for what the methods are.
+
+    scale_table: shared address of (4 warps, tiles of a step, groups of a warp) entries of 128
+    bytes: for each token pair (2 j, 2 j + 1) of each 8 tokens the two V scales, as f16x2.
+    """
+
+    magnitude = 64.0
+    words_per_pass = 2
+
+    def __init__(self, config: DecodeConfig, layout: TileLayout, lane, scale_table: Int32):
+        self.config, self.layout, self.lane = config, layout, lane
+        head_size, warp, g, j = config.head_size, lane.warp, lane.g, lane.j
+        self.whole_units = head_size > 64
+        self.blocks_per_load = 2 if self.whole_units else 1
+        self.value_loads = max(1, head_size // 128)
+        # Units of a row's column block that a lane of K has, side by side: 4 lanes share a block.
+        self.units_per_lane = max(1, layout.units // 4)
+        self.scale_bytes = head_size // 16
+        ring = lane.ring.base.toint()
+        scales = ring + config.data_bytes
+        token = 16 * warp + g
+        self.k_row = ring + layout.row(16 * warp) + g * layout.row_bytes
+        self.k_swizzle = layout.swizzle_of(g)
+        self.k_scales = scales + token * self.scale_bytes + j * min(4, self.scale_bytes // 4)
+        v_token = lane.lane
+        first_unit = warp * head_size // 128 if self.whole_units else warp // 2
+        self.v_row = ring + layout.row(v_token) + (first_unit // layout.units) * layout.block_bytes
+        self.v_swizzle = layout.swizzle_of(v_token)
+        self.v_unit = first_unit % layout.units
+        self.v_scales = scales + 2 * lane.lane * self.scale_bytes + 2 * first_unit
+        self.v_first = 32 * first_unit + 4 * g
+        self.groups = config.value_groups
+        table = scale_table + warp * (self.groups * config.step_tiles * 128)
+        self.table_to = table + j * 32 + g * 4
+        self.table_from = table + (g // 4) * 128 + j * 32
+        if not self.whole_units:
+            self.v_first = self.v_first + 2 * (warp % 2)
+        self.query_stride = 32 * self.units_per_lane if self.whole_units else 16
+
+    def load_keys(self, slot: Int32, p: int, loaded):
+        """(words of both tokens, their scales as f16x2); a load serves two passes."""
+        if p % 2 == 1:
+            return loaded
+        offset = slot * self.config.stage_bytes
+        if not self.whole_units:
+            j = self.lane.j
+            address = self.k_row + offset + (((j >> 1) ^ self.k_swizzle) * 16 + (j & 1) * 8)
+            words = (
+                dsl.ld_shared_b32x2(address),
+                dsl.ld_shared_b32x2(address + 8 * self.layout.row_bytes),
+            )
+            at = self.k_scales + offset
+            codes = [dsl_nvfp4.ld_shared_u8(at + 8 * half * self.scale_bytes) for half in range(2)]
+            return words, [dsl_nvfp4.e4m3x2_to_f16x2(code) for code in codes]
+        unit = (p // 2) % self.units_per_lane
+        block = (p // 2) // self.units_per_lane
+        scales = self._key_scales(offset, unit, block, loaded)
+        address = (
+            self.k_row
+            + offset
+            + block * self.layout.block_bytes
+            + ((self.units_per_lane * self.lane.j + unit) ^ self.k_swizzle) * 16
+        )
+        low = dsl.ld_shared_b32x4(address)
+        high = dsl.ld_shared_b32x4(address + 8 * self.layout.row_bytes)
+        return (low, high), [scales[0][unit], scales[1][unit]], scales
+
+    def _key_scales(self, offset: Int32, unit: int, block: int, loaded):
+        """Of both tokens, per unit of the block: the scales of its two groups."""
+        if unit > 0:
+            return loaded[2]
+        scales = []
+        for half in range(2):
+            at = self.k_scales + offset + 16 * block + 8 * half * self.scale_bytes
+            if self.units_per_lane == 2:
+                scales.append(dsl.e4m3x4_to_f16x4(dsl.ld_shared_b32(at)))
+            else:
+                scales.append((dsl_nvfp4.e4m3x2_to_f16x2(dsl_nvfp4.ld_shared_b16(at)),))
+        return scales
+
+    def key_operands(self, loaded, p: int, word: int):
+        index = 2 * (p % 2) + word
+        multiply = dsl_nvfp4.mul_f16x2_by_low
+        if p % 2 == 1:
+            multiply = dsl_nvfp4.mul_f16x2_by_high
+        operands = []
+        for half in range(2):
+            codes = dsl_nvfp4.e2m1x8_to_e4m3x8(loaded[0][half][index])
+            scale = loaded[1][half]
+            operands.append(
+                [[multiply(x, scale) for x in dsl.e4m3x4_to_f16x4(code)] for code in codes]
+            )
+        first, second = operands
+        return tuple((first[i][0], second[i][0], first[i][1], second[i][1]) for i in range(2))
+
+    def query_offset(self, load):
+        per_block = 4 * self.units_per_lane
+        return (load % per_block) * 16 + (load // per_block) * 512
+
+    def arrange_queries(self, words):
+        """Four pairs of elements (0, 1) .. (6, 7) as (0, 2), (4, 6), (1, 3), (5, 7)."""
+        even, odd = Int32(0x5410), Int32(0x7632)
+        return tuple(
+            dsl_nvfp4.permute_bytes(words[2 * half], words[2 * half + 1], selector)
+            for selector in (even, odd)
+            for half in range(2)
+        )
+
+    def prepare_values(self, slot: Int32, which: int):
+        """The warp's V scales of a tile into its table: a lane takes a pair of tokens."""
+        address = self.v_scales + slot * self.config.stage_bytes
+        table = self.table_to + which * (self.groups * 128)
+        load, words = (dsl_nvfp4.ld_shared_b16, 1)
+        if self.groups >= 4:
+            load, words = (dsl.ld_shared_b32, self.groups // 4)
+        first = [load(address + 4 * i) for i in range(words)]
+        second = [load(address + self.scale_bytes + 4 * i) for i in range(words)]
+        for i in range(words):
+            for pair in range(min(2, self.groups // 2)):
+                selector = Int32((0x5140, 0x7362)[pair])
+                both = dsl_nvfp4.permute_bytes(first[i], second[i], selector)
+                scales = dsl.e4m3x4_to_f16x4(both)
+                for z in range(2):
+                    dsl.st_shared_b32(table + (4 * i + 2 * pair + z) * 128, scales[z])
+        cute.arch.sync_warp()
+
+    def load_values(self, slot: Int32, u: int, which: int):
+        """(words of the first 32 tokens and of the last, scales likewise)."""
+        base = self.v_row + slot * self.config.stage_bytes
+        address = base + (((self.v_unit + u) ^ self.v_swizzle) * 16)
+        table = self.table_from + (which * self.groups + 2 * u) * 128
+        near = dsl.ldmatrix_x4_trans(address)
+        far = dsl.ldmatrix_x4_trans(address + self.layout.second_half)
+        return (near, far), [dsl.ld_shared_b32x4(table + 16 * half) for half in range(2)]
+
+    def value_operands(self, loaded, s: int):
+        words, scales = loaded
+        blocks = [[] for _ in range(self.blocks_per_load)]
+        for half in range(2):
+            word = words[s // 2][2 * (s % 2) + half]
+            scale = scales[s // 2][2 * (s % 2) + half]
+            codes = dsl_nvfp4.e2m1x8_to_e4m3x8(dsl.swap_middle_bytes(word))
+            if self.whole_units:
+                pairs = [dsl.e4m3x4_to_f16x4(code) for code in codes]
+                for block in range(2):
+                    blocks[block] += [dsl_nvfp4.mul_f16x2(pair[block], scale) for pair in pairs]
+            else:
+                # Warps 2 i and 2 i + 1 share a unit: one takes its first block, one its second.
+                shift = 16 * (self.lane.warp % 2)
+                blocks[0] += [
+                    dsl_nvfp4.mul_f16x2(dsl_nvfp4.e4m3x2_to_f16x2(code >> shift), scale)
+                    for code in codes
+                ]
+        return tuple(map(tuple, blocks))
+
+    def first_element(self) -> Int32:
+        return self.v_first
+
+    def block_element(self, u: int) -> int:
+        return 32 * (u // 2) + 2 * (u % 2)
