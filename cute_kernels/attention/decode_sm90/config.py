@@ -101,6 +101,12 @@ class DecodeConfig:
         return 2 if self.block_scaled and self.head_size == 512 else 4 // self.step_tiles
 
     @property
+    def value_loads_in_flight(self) -> int:
+        """Loads of V whose products may be in flight while the next one is converted: their
+        operands take registers, and where those run out ptxas serializes every wgmma."""
+        return 0 if self.block_scaled and self.head_size == 512 and self.rows == 32 else 1
+
+    @property
     def threads(self) -> int:
         return WARPGROUP_THREADS + (WARPGROUP_THREADS if self.consumer_registers else 32)
 

@@ -309,7 +309,7 @@ class TileMath(ConsumerLane):
                     accumulator,
                 )
         warpgroup.commit_group()
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(self.config.value_loads_in_flight)
 
     @cute.jit
     def _values_mma(self, acc: cute.Tensor, loaded, p, load: cutlass.Constexpr):
