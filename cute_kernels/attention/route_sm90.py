@@ -74,7 +74,8 @@ def _capacity(bounds: Bounds) -> int:
     tokens = -(-bounds.keys // widen_sm90.BLOCK_TOKENS) * widen_sm90.BLOCK_TOKENS
     size = 4 * bounds.batch * tokens * bounds.kv_heads * bounds.head_size
     rows = bounds.max_seqlen_q * bounds.group
-    wanted = bounds.head_size in widen_sm90.HEAD_SIZES and rows >= widen_sm90.MIN_ROWS
+    least = widen_sm90.MIN_ROWS.get(bounds.head_size)
+    wanted = least is not None and rows >= least
     return tokens if wanted and size <= _MAX_WIDENED_BYTES else 0
 
 

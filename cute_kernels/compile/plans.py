@@ -186,13 +186,13 @@ def _widen_sm90(workload: Workload) -> list[widen_sm90.WidenConfig]:
     """Where a sequence of an FP8 cache may have so many query tokens."""
     if not isinstance(workload, AttentionWorkload) or workload.deterministic:
         return []
-    storage = get_kv_cache_dtype(workload.kv_cache_dtype).storage
-    if storage != "fp8_e4m3" or workload.head_size not in widen_sm90.HEAD_SIZES:
+    storage, head_size = get_kv_cache_dtype(workload.kv_cache_dtype).storage, workload.head_size
+    if storage != "fp8_e4m3" or head_size not in widen_sm90.HEAD_SIZES:
         return []
     if workload.q_dtype not in decode_sm90.Q_DTYPES:
         return []
-    rows = workload.group * workload.max_query_tokens
-    return [widen_sm90.WidenConfig(workload.head_size)] if rows >= widen_sm90.MIN_ROWS else []
+    rows, least = workload.group * workload.max_query_tokens, widen_sm90.MIN_ROWS
+    return [widen_sm90.WidenConfig(head_size)] if rows >= least[head_size] else []
 
 
 def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:

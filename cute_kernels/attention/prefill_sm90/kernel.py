@@ -59,8 +59,8 @@ class Addresses(NamedTuple):
 class Scalars(NamedTuple):
     """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none).
 
-    skip_rows: sequences of at most so many packed rows are not written. ctas: at least as many as
-    there are items.
+    skip_rows: sequences of at most so many packed rows are not written. ctas: of the grid, of FP8
+    at least as many as there are items.
     """
 
     softmax_scale: Float32
@@ -183,11 +183,16 @@ class PrefillSm90:
             cute.arch.mbarrier_init(rings.v_full + slot, 1)
             cute.arch.mbarrier_init(rings.v_empty + slot, CONSUMER_WARPS)
 
-    def _allocate_rings(self, array) -> Rings:
+    def _allocate_slots(self, array) -> tuple[cute.Pointer, cute.Pointer]:
+        """Of K and of V. What needs 1024-byte alignment comes first, or padding costs memory."""
         config = self.config
         k_slots, v_slots = config.slots_per_tile * config.k_stages, config.v_slots
         k = array(Uint8, k_slots * config.slot_bytes, 1024)
-        v = array(Uint8, v_slots * config.slot_bytes, 1024)
+        return k, array(Uint8, v_slots * config.slot_bytes, 1024)
+
+    def _allocate_barriers(self, array, k: cute.Pointer, v: cute.Pointer) -> Rings:
+        config = self.config
+        k_slots, v_slots = config.slots_per_tile * config.k_stages, config.v_slots
         k_full, k_empty = array(Int64, k_slots, 8), array(Int64, k_slots, 8)
         v_full, v_empty = array(Int64, v_slots, 8), array(Int64, v_slots, 8)
         return Rings(k, k_full, k_empty, v, v_full, v_empty)
@@ -200,13 +205,14 @@ class PrefillSm90:
     def _allocate(self):
         rows, D = self.config.rows, self.config.head_size
         array = shared_arrays()
-        rings = self._allocate_rings(array)
+        k, v = self._allocate_slots(array)
         q = array(self.mma_type, rows * D, 1024)
         p = array(self.mma_type, 2 * rows * TILE_TOKENS, 1024)
         maxima = array(Float32, CONSUMER_WARPS * rows, 16)
         reference = array(Float32, 2 * rows, 16)
         position = array(Int32, rows, 16)
         flags = array(Int32, 2 * CONSUMER_WARPS, 16)
+        rings = self._allocate_barriers(array, k, v)
         p_full = array(Int64, 2, 8)
         k_major = warpgroup.make_smem_layout_atom(
             warpgroup.SmemLayoutAtomKind.K_SW128, self.mma_type

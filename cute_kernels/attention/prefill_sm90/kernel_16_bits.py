@@ -114,9 +114,10 @@ class PrefillSm90For16Bits(PrefillSm90):
         config = self.config
         rows, D, tile = config.rows, config.head_size, config.tile_tokens
         array = shared_arrays()
-        rings = self._allocate_rings(array)
+        k, v = self._allocate_slots(array)
         q = array(self.mma_type, rows * D, 1024)
         reference = array(Float32, 2 * rows, 16)
+        rings = self._allocate_barriers(array, k, v)
         kinds = warpgroup.SmemLayoutAtomKind
         k_major = warpgroup.make_smem_layout_atom(kinds.K_SW128, self.mma_type)
         n_major = warpgroup.make_smem_layout_atom(kinds.MN_SW128, self.mma_type)
@@ -126,6 +127,6 @@ class PrefillSm90For16Bits(PrefillSm90):
             q.toint(),
             reference.toint(),
             self._operand(q, cute.tile_to_shape(k_major, (rows, D), order=(0, 1))),
-            self._operand(rings.k, k_layout),
-            self._operand(rings.v, v_layout),
+            self._operand(k, k_layout),
+            self._operand(v, v_layout),
         )

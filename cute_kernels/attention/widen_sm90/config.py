@@ -9,9 +9,10 @@ BLOCK_TOKENS = 64
 THREADS = 128
 # Elements that a thread converts at once: 8 bytes in, 16 out.
 VECTOR = 8
-HEAD_SIZES = (64, 128, 256)
-# Packed rows (query tokens x GQA group) of a sequence from which on it pays to widen its keys.
-MIN_ROWS = 2048
+# head size -> packed rows (query tokens x GQA group) of a sequence from which on it pays to widen
+# its keys: the fewest that were measured (perf/NOTES.md), all faster.
+MIN_ROWS = {64: 8192, 128: 2048, 256: 1024}
+HEAD_SIZES = tuple(MIN_ROWS)
 # Fewer query tokens never make widening the keys worth its time.
 _LONG_QUERIES = 256
 # The room for a sequence's keys grows in such steps: a step is planned anew.
