@@ -261,7 +261,8 @@ def test_defaults(inputs):
         block_table=inputs["block_table"],
     )
     assert problem.softmax_scale == 64**-0.5
-    assert problem[8:] == (None, None, None, 64**-0.5, -1, -1, 0.0, 0, False, None, False)
+    assert problem.max_seqlen_k == inputs["max_seqlen_k"]
+    assert problem[9:] == (None, None, None, 64**-0.5, -1, -1, 0.0, 0, False, None, False)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))

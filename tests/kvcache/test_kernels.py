@@ -86,7 +86,7 @@ def test_a_cache_of_16_bits_has_the_same_classes():
     name = "prefill_sm90_16_bits"
     for tokens, expected in (
         (1, ("decode", 2, 1, name)),
-        (64, ("decode", 128, 1, name)),
+        (64, ("prefill", 128, 1, name)),
         (65, ("prefill", 130, 2, name)),
     ):
         assert dataclasses.astuple(selection.classify_batch(asked, tokens)) == expected

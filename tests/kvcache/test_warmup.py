@@ -120,7 +120,7 @@ def test_storing_and_routed_calls_ask_for_the_plan_and_nothing_else(
                     head_size,
                     deterministic,
                     storage == "fp8_e4m3",
-                    131072,
+                    8192,
                 )
             )
     found = plan(
