@@ -319,6 +319,17 @@ def ld_global_b32x4(address: Int64, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def ld_global_b32x2(address: Int64, *, loc=None, ip=None):
+    ptx = "ld.global.v2.b32 {$0,$1}, [$2];"
+    return _asm([Int32] * 2, [address], ptx, "=r,=r,l,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def ld_shared_b64(address: Int32, *, loc=None, ip=None):
+    return _asm([Int64], [address], "ld.shared.b64 $0, [$1];", "=l,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def ld_global_b64(address: Int64, *, loc=None, ip=None):
     return _asm([Int64], [address], "ld.global.b64 $0, [$1];", "=l,l", True, loc, ip)
 

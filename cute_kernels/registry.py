@@ -112,7 +112,8 @@ def contracts() -> tuple[KernelContract, ...]:
     Several may take the same call. A sequence is then served by the one whose pass over K and V
     holds its packed rows with the fewest to spare, see ``attention/route_sm90.py``.
     """
-    prefill = prefill_sm90.support_table()
+    # Not those that read what another kernel made of an FP8 cache.
+    prefill = [each for each in prefill_sm90.support_table() if not each.reads_copies]
     return (
         _decode_sm90(),
         _prefill_sm90("prefill_sm90", [each for each in prefill if each.converts]),

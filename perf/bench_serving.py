@@ -42,7 +42,6 @@ from perf.rows import (
     make_workload,
     write_rows,
 )
-from perf.sections import SERVING_COLUMNS, serving_lines
 from perf.serving_inputs import (
     PAGE,
     StepInputs,
@@ -56,6 +55,7 @@ from perf.serving_inputs import (
     store_arguments,
     store_call,
 )
+from perf.serving_sections import SERVING_COLUMNS, serving_lines
 from perf.targets import OURS
 from perf.timing import Contender, Timing, median_us, time_rotating
 from perf.trace import Layers, Step, TraceSpec, Work

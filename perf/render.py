@@ -29,13 +29,12 @@ from perf.sections import (
     load_table,
     perplexity_table,
     provenance,
-    serving_summary,
-    serving_table,
     source,
     standing,
     store_summary,
     timed_table,
 )
+from perf.serving_sections import serving_summary, serving_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCUMENT, PLOTS, README = "perf/results", "docs/performance.md", "docs/plots", "README.md"

@@ -89,6 +89,7 @@ class AttentionProblem(NamedTuple):
     v: torch.Tensor  # as k
     cu_seqlens_q: torch.Tensor  # (B + 1,) int32
     max_seqlen_q: int  # upper bound of the query lengths, at most total_q
+    max_seqlen_k: int  # upper bound of the key lengths, 0 where it is not known
     block_table: torch.Tensor | None  # (B, max_blocks) int32
     seqused_k: torch.Tensor | None  # (B,) int32
     cu_seqlens_k: torch.Tensor | None  # (B + 1,) int32
@@ -184,14 +185,13 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
         _check_out(out, q)
     if torch.is_grad_enabled():
         _check_no_grad((q, k, v, k_descale, v_descale, s_aux, out))
-    if max_seqlen_k is not None:
-        _check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
+    bound_k = 0 if max_seqlen_k is None else _check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
     _check_flags(causal, return_softmax_lse, deterministic)
     window_left, window_right = _check_window(window_size, causal)
     return AttentionProblem(
         q, k, v, cu_seqlens_q,
         min(_check_max_seqlen("max_seqlen_q", max_seqlen_q, total_q), total_q),
-        block_table, seqused_k, cu_seqlens_k, k_descale, v_descale, s_aux,
+        bound_k, block_table, seqused_k, cu_seqlens_k, k_descale, v_descale, s_aux,
         head_size**-0.5 if softmax_scale is None else _check_scale(softmax_scale),
         window_left, window_right,
         0.0 if softcap is None else _check_softcap(softcap),

@@ -65,7 +65,8 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
             float8_e4m3fn, or q's dtype; any strides with a contiguous last dim. Of an nvfp4 cache
             uint8 with a last dim of D / 2 (`split_nvfp4` gives such views of a side).
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, tokens; an int or a 0-d tensor
-            (one on the device is not read). They choose the kernel variant, not the result.
+            (one on the device is not read). They choose kernels and the size of workspace; in calls
+            with long queries, keys beyond max_seqlen_k may not be seen.
         cu_seqlens_q: (B + 1,) int32, where each sequence's queries start in q.
         cu_seqlens_k: (B + 1,) int32, where each sequence's keys start in ragged k and v; with a
             block table, and without seqused_k, its differences are the key lengths.

@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels.attention.arguments import OTHER_ARGUMENTS
 from cute_kernels.attention.common.launches import Launch
+from cute_kernels.attention.widen_sm90.config import rounded_keys
 from cute_kernels.prepared import PreparedCalls
 
 PREPARED = PreparedCalls()
@@ -24,13 +25,13 @@ def find_launch(
 ) -> tuple[Hashable | None, Launch | None]:
     """(key, launch) as of ``PreparedCalls.find``.
 
-    bounds: max_seqlen_q and max_seqlen_k. The latter does not choose anything, so it is checked
-    here and left out: it grows with every step.
+    bounds: max_seqlen_q and max_seqlen_k. The latter grows with every step, so what it chooses
+    depends on it in steps, and in calls with short queries not at all.
     """
     max_q, max_k = bounds
     if type(max_q) is not int or not (max_k is None or (type(max_k) is int and max_k >= 0)):
         return None, None
-    return PREPARED.find(tensors, (max_q, *scalars))
+    return PREPARED.find(tensors, (max_q, rounded_keys(max_q, max_k or 0), *scalars))
 
 
 def launch_again(

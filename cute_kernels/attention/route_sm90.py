@@ -19,10 +19,13 @@ from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90 import op as decode_sm90
 from cute_kernels.attention.prefill_sm90 import op as prefill_sm90
 from cute_kernels.attention.prefill_sm90.config import decode_rows, rows_of
+from cute_kernels.attention.widen_sm90 import config as widen_sm90
 
 # With fewer items than this part of the SMs the prefill kernel, one item an SM, is slower than the
 # decode kernel, which uses all SMs at a third of the speed per SM.
 _MIN_ITEMS_PER_SM = 1 / 3
+# The most memory for widened keys.
+_MAX_WIDENED_BYTES = 1 << 29
 
 
 class Bounds(NamedTuple):
@@ -36,17 +39,20 @@ class Bounds(NamedTuple):
     head_size: int
     deterministic: bool
     kv_format: str
+    keys: int  # of a sequence
 
 
 class Route(NamedTuple):
     """Sequences of at most ``rows`` packed rows go to the decode kernel, the others to prefill.
 
-    decode, prefill: the kernel may have work, so it is launched.
+    decode, prefill: the kernel may have work, so it is launched. capacity: not 0 where prefill
+    reads a 16-bit copy of the keys: the tokens that the copy has room for, of each sequence.
     """
 
     decode: bool
     prefill: bool
     rows: int
+    capacity: int = 0
 
 
 def route(bounds: Bounds, sm_count: int) -> Route:
@@ -63,7 +69,17 @@ def route(bounds: Bounds, sm_count: int) -> Route:
     if bounds.max_seqlen_q * bounds.group <= most or items < sm_count * _MIN_ITEMS_PER_SM:
         return Route(True, False, UNLIMITED)
     all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
-    return Route(not all_long, True, 0 if all_long else most)
+    return Route(not all_long, True, 0 if all_long else most, _capacity(bounds))
+
+
+def _capacity(bounds: Bounds) -> int:
+    """See ``Route``. Bits would depend on the batch, so deterministic calls have none."""
+    tokens = -(-bounds.keys // widen_sm90.BLOCK_TOKENS) * widen_sm90.BLOCK_TOKENS
+    size = 4 * bounds.batch * tokens * bounds.kv_heads * bounds.head_size
+    rows = bounds.max_seqlen_q * bounds.group
+    least = widen_sm90.MIN_ROWS.get(bounds.head_size)
+    wanted = least is not None and rows >= least
+    return tokens if wanted and size <= _MAX_WIDENED_BYTES else 0
 
 
 def can_run(problem: AttentionProblem) -> str | None:
@@ -79,7 +95,7 @@ def run(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None) 
     """Launch what the problem needs; see the kernels' ``run``."""
     chosen, launches = _route_of(problem), []
     if chosen.prefill:
-        launches.append(prefill_sm90.run(problem, out, lse, chosen.rows))
+        launches.append(prefill_sm90.run(problem, out, lse, chosen.rows, chosen.capacity))
     if chosen.decode:
         launches.append(decode_sm90.run(problem, out, lse, chosen.rows))
     if None in launches:
@@ -99,5 +115,14 @@ def _route_of(problem: AttentionProblem) -> Route:
         head_size,
         problem.deterministic,
         problem.kv_format,
+        _keys_of(problem),
     )
     return route(bounds, device_arch(problem.q.device.index).sm_count)
+
+
+def _keys_of(problem: AttentionProblem) -> int:
+    """Upper bound of a sequence's keys."""
+    table, k = problem.block_table, problem.k
+    most = k.shape[0] if table is None else table.shape[1] * k.shape[1]
+    bound = widen_sm90.rounded_keys(problem.max_seqlen_q, problem.max_seqlen_k)
+    return min(most, bound) if bound else most

@@ -14,6 +14,7 @@ from typing import Any
 
 from cute_kernels.attention.decode_sm90 import config as decode_sm90
 from cute_kernels.attention.prefill_sm90 import config as prefill_sm90
+from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from cute_kernels.compile.errors import CompilerUnavailableError
 from cute_kernels.compile.key import CompileKey, compile_key
 from cute_kernels.formats import get_kv_cache_dtype
@@ -173,10 +174,26 @@ def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
     few = rows <= prefill_sm90.decode_rows(head_size)
     if storage == "fp8_e4m3" and few and not workload.deterministic:
         return []
-    return [
+    needed = [
         prefill_sm90.make_config(head_size, workload.q_dtype, box, storage)
         for box in _sm90_boxes(workload)
     ]
+    if _widen_sm90(workload):
+        needed.append(prefill_sm90.widened_config(head_size, workload.q_dtype))
+    return needed
+
+
+def _widen_sm90(workload: Workload) -> list[widen_sm90.WidenConfig]:
+    """Where a sequence of an FP8 cache may have so many query tokens."""
+    if not isinstance(workload, AttentionWorkload) or workload.deterministic:
+        return []
+    storage, head_size = get_kv_cache_dtype(workload.kv_cache_dtype).storage, workload.head_size
+    if storage != "fp8_e4m3" or head_size not in widen_sm90.HEAD_SIZES:
+        return []
+    if workload.q_dtype not in decode_sm90.Q_DTYPES:
+        return []
+    rows, least = workload.group * workload.max_query_tokens, widen_sm90.MIN_ROWS
+    return [widen_sm90.WidenConfig(head_size)] if rows >= least[head_size] else []
 
 
 def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:
@@ -259,6 +276,14 @@ KERNELS = {
             "cute_kernels.attention.prefill_sm90.build:compile_prefill",
             prefill_sm90.support_table,
             _prefill_sm90,
+        ),
+        Compilable(
+            "widen_sm90",
+            ("sm_90a",),
+            widen_sm90.WidenConfig,
+            "cute_kernels.attention.widen_sm90.build:compile_widen",
+            widen_sm90.support_table,
+            _widen_sm90,
         ),
         *(
             Compilable(

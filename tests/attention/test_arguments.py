@@ -263,8 +263,9 @@ def test_defaults(inputs):
         block_table=inputs["block_table"],
     )
     assert problem.softmax_scale == 64**-0.5
+    assert problem.max_seqlen_k == inputs["max_seqlen_k"]
     scalars = (64**-0.5, -1, -1, 0.0, 0, False, None, False)
-    assert problem[8:] == (None, None, None, *scalars, None, None)
+    assert problem[9:] == (None, None, None, *scalars, None, None)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))

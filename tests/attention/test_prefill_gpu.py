@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from cute_kernels import flash_attn_varlen_func
+from cute_kernels.attention import interface, prepared, route_sm90
+from cute_kernels.attention.widen_sm90 import config as widen_sm90
+from cute_kernels.prepared import PreparedCalls
 from tests.attention.helpers import Inputs, attend, check, exact
 from tests.cases import FP8, AttentionCase, make_inputs
 from tests.compare import assert_bit_equal, assert_lse_close, assert_output_close
@@ -117,6 +120,28 @@ def test_a_cache_in_the_queries_type(case, head_size, dtype):
         clean, clean_lse = attend(make_inputs(case, "cuda", fill="zero"))
         assert_bit_equal(clean, out, "out, unused memory zero")
         assert_bit_equal(clean_lse, lse, "LSE, unused memory zero")
+
+
+@pytest.fixture
+def widened(monkeypatch):
+    """Every FP8 call goes through fp16 copies of its keys."""
+
+    def through_copies(problem):
+        return route_sm90.Route(False, True, 0, 64 * -(-max(problem.max_seqlen_k, 1) // 64))
+
+    monkeypatch.setattr(route_sm90, "_route_of", through_copies)
+    monkeypatch.setattr(prepared, "PREPARED", PreparedCalls())
+    monkeypatch.setattr(interface, "PREPARED", prepared.PREPARED)
+
+
+@pytest.mark.parametrize("head_size", widen_sm90.HEAD_SIZES)
+@pytest.mark.parametrize("case", [*CASES, MIXED], ids=lambda case: case.id)
+def test_widened_keys(case, head_size, widened):
+    case = replace(case, head_size=head_size)
+    out, lse = check(make_inputs(case, "cuda"))
+    clean, clean_lse = attend(make_inputs(case, "cuda", fill="zero"))
+    assert_bit_equal(clean, out, "out, unused memory zero")
+    assert_bit_equal(clean_lse, lse, "LSE, unused memory zero")
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)

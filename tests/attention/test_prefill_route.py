@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cute_kernels.arch import DeviceArch
+from cute_kernels.attention import route_sm90
 from cute_kernels.attention.arguments import validate
 from cute_kernels.attention.common import launches
 from cute_kernels.attention.common.operands import UNLIMITED
@@ -27,7 +28,9 @@ from cute_kernels.attention.prefill_sm90.config import (
     smem_bytes,
     support_table,
 )
+from cute_kernels.attention.prepared import find_launch
 from cute_kernels.attention.route_sm90 import Bounds, Route, route
+from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from cute_kernels.compile.plans import AttentionWorkload, units_for
 from tests.cases import AttentionCase, make_inputs
 from tests.lanes import Memory, device_functions
@@ -51,22 +54,27 @@ BF16_CACHE = {"kv_dtype": torch.bfloat16, "scale_kind": "none"}
 @pytest.mark.parametrize("config", support_table(), ids=lambda config: config.name)
 def test_budgets(config):
     assert smem_bytes(config) <= SMEM_BYTES_PER_CTA
-    # wgmma takes N in steps of 8, stmatrix stores 16 rows, a warp scales 32 rows at a time
-    assert config.rows % 32 == 0 and config.value_rows % 16 == 0
-    assert config.rows <= 256, "a thread closes a row"
     registers = 2 * config.consumer_registers + config.producer_registers
     assert registers == 3 * LAUNCH_REGISTERS
     assert config.producer_registers >= 24 and config.producer_registers % 8 == 0
-    accumulators = config.value_blocks * config.value_rows // 2
-    assert accumulators + config.rows // 2 + config.rows // 4 < config.consumer_registers
-    assert config.v_slots % 2 == 0
     if config.converts:
+        # wgmma takes N in steps of 8, stmatrix stores 16 rows, a warp scales 32 rows at a time
+        assert config.rows % 32 == 0 and config.value_rows % 16 == 0
+        assert config.rows <= 256, "a thread closes a row"
+        accumulators = config.value_blocks * config.value_rows // 2
+        softmax = config.rows // 2 + config.rows // 4
+        assert config.v_slots % 2 == 0
         assert config.score_steps in (1, 2, 4) and config.value_steps in (2, 4)
+    else:
+        assert config.rows == 128 and config.tile_tokens % config.box_tokens == 0
+        accumulators = config.head_size // 2
+        softmax = config.tile_tokens // 2 + config.tile_tokens // 4
+    assert accumulators + softmax < config.consumer_registers
 
 
 def test_the_support_table_has_every_variant_once():
     names = [config.name for config in support_table()]
-    assert len(set(names)) == len(names) == (4 + 3) * 2 * 3
+    assert len(set(names)) == len(names) == (4 + 3) * 2 * 3 + 3
     assert {config.head_size for config in support_table()} == set(HEAD_SIZES)
 
 
@@ -83,6 +91,7 @@ def bounds_of(**fields: Any) -> Bounds:
         "head_size": 128,
         "deterministic": False,
         "kv_format": "fp8_e4m3",
+        "keys": 8192,
     }
     return Bounds(**{**base, **fields})
 
@@ -95,13 +104,44 @@ def test_decode_batches_take_one_kernel():
 
 
 def test_long_queries_of_equal_length_take_one_kernel():
-    assert route(bounds_of(), SM_COUNT) == Route(False, True, 0)
+    assert route(bounds_of(), SM_COUNT)[:3] == (False, True, 0)
     assert route(bounds_of(batch=1, total_q=8192, max_seqlen_q=8192), SM_COUNT).prefill
 
 
 def test_a_batch_that_may_mix_takes_both_and_they_share_it_out():
     chosen = route(bounds_of(batch=5), SM_COUNT)
-    assert chosen == Route(True, True, decode_rows(128))
+    assert chosen[:3] == (True, True, decode_rows(128))
+
+
+def test_long_queries_over_an_fp8_cache_read_widened_keys():
+    assert route(bounds_of(keys=8100), SM_COUNT).capacity == 8128, "whole blocks of 64"
+    assert route(bounds_of(batch=5), SM_COUNT).capacity == 8192
+    for fields in (
+        {"deterministic": True},
+        {"kv_format": "bf16"},
+        {"head_size": 512},
+        {"max_seqlen_q": 255, "total_q": 1020},
+        {"keys": 1 << 17},  # too much memory
+    ):
+        assert route(bounds_of(**fields), SM_COUNT).capacity == 0
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "keys"), ((255, 4000, 0), (256, 1, 2048), (300, 2048, 2048), (300, 2049, 4096))
+)
+def test_what_the_choice_may_know_of_the_key_lengths(q, k, keys):
+    assert widen_sm90.rounded_keys(q, k) == keys
+    assert find_launch((torch.empty(1),), (q, k), ())[0][-1] == keys
+
+
+def test_the_room_for_keys_is_what_the_caller_and_the_cache_allow(monkeypatch):
+    monkeypatch.setattr(route_sm90, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 132))
+    case = AttentionCase(id="keys", kv_lens=(4000,), q_lens=(2000,), num_q_heads=32, num_kv_heads=4)
+    inputs = make_inputs(case)
+    width = 64 * inputs["block_table"].shape[1]
+    for bound, keys in ((4000, min(4096, width)), (2000, 2048), (None, width), (10**6, width)):
+        problem = validate(**{**inputs, "max_seqlen_k": bound})
+        assert route_sm90._route_of(problem).capacity == keys
 
 
 def test_few_items_are_left_to_the_kernel_that_splits_keys():
@@ -117,7 +157,12 @@ def test_batch_invariance_takes_the_kernel_without_splits():
 
 def test_nvfp4_is_read_by_the_decode_kernel_alone():
     for fields in ({}, {"batch": 5}, {"max_seqlen_q": 1}, {"deterministic": True}):
-        assert route(bounds_of(kv_format="nvfp4", **fields), SM_COUNT) == (True, False, UNLIMITED)
+        assert route(bounds_of(kv_format="nvfp4", **fields), SM_COUNT) == (
+            True,
+            False,
+            UNLIMITED,
+            0,
+        )
 
 
 def problem_of(**fields: Any) -> Any:
@@ -161,17 +206,24 @@ def test_can_run_names_the_device(monkeypatch):
     assert found.startswith("compute capability 10.0")
 
 
-def launched(monkeypatch, inputs: dict, skip_rows: int) -> list[Any]:
-    """What the launch function gets for a call, whose tensors may stay on the CPU for this."""
+def launched(monkeypatch, inputs: dict, skip_rows: int, capacity: int = 0) -> list[Any]:
+    """What the launch functions get for a call, whose tensors may stay on the CPU for this: name of
+    the variant, offsets, addresses, the groups of numbers."""
     calls = []
     monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 132))
-    monkeypatch.setattr(op, "compiled", lambda *variant: lambda *args: calls.append(args))
+    monkeypatch.setattr(
+        op, "launcher", lambda unit: lambda *args: calls.append((unit.config.name, *args))
+    )
     monkeypatch.setattr(launches, "current_device", lambda: None)  # a CPU tensor's index
+    monkeypatch.setattr(launches, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     problem = validate(**inputs)
-    op.run(problem, torch.empty_like(problem.q), None, skip_rows)
-    ((offsets, addresses, *groups),) = calls
-    return [offsets, addresses, *map(tuple, groups)]
+    op.run(problem, torch.empty_like(problem.q), None, skip_rows, capacity)
+    return [
+        (name, offsets, addresses, *map(tuple, groups))
+        for name, offsets, addresses, *groups in calls
+    ]
 
 
 def test_launch_arguments_of_a_paged_call(monkeypatch):
@@ -180,7 +232,7 @@ def test_launch_arguments_of_a_paged_call(monkeypatch):
     )
     inputs = make_inputs(case)
     k, v, table = inputs["k"], inputs["v"], inputs["block_table"]
-    offsets, addresses, strides, sizes, scalars = launched(monkeypatch, inputs, 64)
+    ((_, offsets, addresses, strides, sizes, scalars),) = launched(monkeypatch, inputs, 64)
     assert offsets is inputs["cu_seqlens_q"]
     assert addresses[:3] == (inputs["q"].data_ptr(), k.data_ptr(), v.data_ptr())
     assert addresses[4] == 0 and addresses[8] == inputs["seqused_k"].data_ptr()
@@ -189,13 +241,36 @@ def test_launch_arguments_of_a_paged_call(monkeypatch):
     assert scalars[2:] == (2**30, 0, 64, op.item_bound(validate(**inputs)))
 
 
+def test_launch_arguments_of_a_call_with_widened_keys(monkeypatch):
+    case = AttentionCase(
+        id="wide", kv_lens=(70, 300), q_lens=(3, 200), layout="HND", num_q_heads=6, window=(50, 0)
+    )
+    inputs = make_inputs(case)
+    k = inputs["k"]
+    widen, attention = launched(monkeypatch, inputs, 64, 320)
+    name, offsets, addresses, strides, sizes, target = widen
+    assert name == "widen_sm90_fp8_e4m3_d128" and offsets is inputs["cu_seqlens_q"]
+    assert addresses[1] == k.data_ptr() and strides[2:5] == k.stride()[:3]
+    assert sizes[5:] == (k.shape[0], 64, inputs["block_table"].shape[1], 1, 1)
+    size = 2 * 2 * 320 * 128 * 2  # batch, heads, tokens, elements, bytes
+    at = target[0]
+    assert target == (at, at + size, at + 2 * size, at + 2 * size + 8, 320, 50, 64)
+    name, offsets, addresses, strides, sizes, scalars = attention
+    assert name == "prefill_sm90_fp16_d128_r128_bf16_box64" and offsets is inputs["cu_seqlens_q"]
+    assert addresses[0] == inputs["q"].data_ptr() and addresses[1:3] == target[:2]
+    assert addresses[8:] == (target[3], target[2], 0), "lengths, starts, no table"
+    assert strides[2:8] == (16, 256, 640 * 256) * 2, "bytes of pages, tokens, heads"
+    assert sizes[:4] == (2, 203, 2, 3) and sizes[5:] == (1, 640, 1, 0, 1)
+    assert scalars[2:5] == (50, 0, 64)
+
+
 def test_launch_arguments_of_ragged_and_16_bit_calls(monkeypatch):
     case = AttentionCase(
         id="ragged", kv_lens=(70, 30), q_lens=(3, 20), page_size=None, window=(7, 2), causal=False,
         **BF16_CACHE,
     )  # fmt: skip
     inputs = make_inputs(case)
-    _, addresses, strides, sizes, scalars = launched(monkeypatch, inputs, 0)
+    ((_, _, addresses, strides, sizes, scalars),) = launched(monkeypatch, inputs, 0)
     assert addresses[9] == inputs["cu_seqlens_k"].data_ptr() and addresses[10] == 0
     assert strides[2:5] == (16, 2 * 2 * 128, 2 * 128), "bytes"
     assert sizes == (2, 23, 2, 4, 2**30, 1, 100, 1, 0, 0)
@@ -204,7 +279,7 @@ def test_launch_arguments_of_ragged_and_16_bit_calls(monkeypatch):
 
 def test_a_cache_without_tokens(monkeypatch):
     case = AttentionCase(id="none", kv_lens=(0, 0), q_lens=(3, 2), page_size=None)
-    _, addresses, strides, sizes, _ = launched(monkeypatch, make_inputs(case), 0)
+    ((_, _, addresses, strides, sizes, _),) = launched(monkeypatch, make_inputs(case), 0)
     assert addresses[1] != 0 and sizes[6] == HALF_TOKENS
 
 
@@ -212,7 +287,11 @@ def test_what_a_model_with_long_queries_needs_compiled():
     workload = AttentionWorkload(128, 32, 4, "bf16", "fp8_e4m3", (64, 16), 1024)
     names = {unit.config.name for unit in units_for(workload, "sm_90a")}
     prefill = {name for name in names if name.startswith("prefill")}
-    assert prefill == {f"prefill_sm90_fp8_e4m3_d128_r128_bf16_box{box}" for box in (16, 64)}
+    direct = {f"prefill_sm90_fp8_e4m3_d128_r128_bf16_box{box}" for box in (16, 64)}
+    assert prefill == direct | {"prefill_sm90_fp16_d128_r128_bf16_box64"}
+    assert "widen_sm90_fp8_e4m3_d128" in names
+    middle = units_for(replace(workload, max_query_tokens=255), "sm_90a")
+    assert {unit.kernel for unit in middle} & {"prefill_sm90", "widen_sm90"} == {"prefill_sm90"}
     wide = AttentionWorkload(128, 32, 4, "bf16", "bf16", (64,), 1)
     assert [unit.config.kv_format for unit in units_for(wide, "sm_90a")
             if unit.kernel == "prefill_sm90"] == ["bf16"]  # fmt: skip
@@ -220,14 +299,23 @@ def test_what_a_model_with_long_queries_needs_compiled():
     assert not any(unit.kernel == "prefill_sm90" for unit in units_for(short, "sm_90a"))
     same_bits = replace(short, deterministic=True)
     kernels = {unit.kernel for unit in units_for(same_bits, "sm_90a")}
-    assert "prefill_sm90" in kernels and "decode_sm90" not in kernels
+    assert "prefill_sm90" in kernels and not kernels & {"decode_sm90", "widen_sm90"}
 
 
 # ---- who works on what -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ctas", (1, 2, 132))
+def test_every_item_is_one_ctas_turn(ctas):
+    numbers = [plan.item_number(cta, ctas, turn) for turn in range(5) for cta in range(ctas)]
+    assert sorted(numbers) == list(range(5 * ctas))
+    assert sorted(numbers[:ctas]) == list(range(ctas)), "the first turns are the first items"
+    shares = {sum(numbers[cta : 4 * ctas : ctas]) for cta in range(ctas)}
+    assert len(shares) == 1, "of items that shrink evenly all get the same"
+
+
 def items_of(q_lens, kv_lens, group, kv_heads, rows, left, right, skip_rows) -> list[Any]:
-    """What every CTA of a launch, as the host sizes it, finds."""
+    """All items that the host's bound allows."""
     starts = [sum(q_lens[:b]) for b in range(len(q_lens) + 1)]
     lengths = common.Lengths(Memory(starts), Memory(kv_lens), None, 1)
     magic = -(-(1 << 32) // group)

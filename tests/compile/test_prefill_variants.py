@@ -6,13 +6,13 @@ import pytest
 
 from cute_kernels.attention.decode_sm90.config import SMEM_BYTES_PER_CTA
 from cute_kernels.attention.prefill_sm90.config import (
-    HALF_TOKENS,
     LAUNCH_REGISTERS,
     THREADS,
     PrefillConfig,
     smem_bytes,
     support_table,
 )
+from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from tests.compile.cubin import count
 from tests.compile.prefill_variants import Report
 
@@ -21,12 +21,20 @@ TABLE = support_table()
 # moving references); at head size 128 also some of the row sums, once a tile, and at 256 addresses
 # in the producer, which issues 64 loads a tile of pages of 16 tokens.
 MAX_STACK_BYTES = {64: 16, 128: 128, 256: 128, 512: 32}
+# Of the 16-bit kernel only that producer spills.
+MAX_STACK_BYTES_16_BITS = 32
 
 
-def compiled(report: Report, config: PrefillConfig) -> Report:
+def compiled(report: Report, config: PrefillConfig | widen_sm90.WidenConfig) -> Report:
     variant = report[config.name]
     assert not variant["error"], variant["error"]
     return variant
+
+
+def _most_stack(config: PrefillConfig) -> int:
+    if config.converts:
+        return MAX_STACK_BYTES[config.head_size]
+    return MAX_STACK_BYTES_16_BITS if config.box_tokens == 16 else 0
 
 
 over_all = pytest.mark.parametrize("config", TABLE, ids=[config.name for config in TABLE])
@@ -38,7 +46,7 @@ def test_resources(prefill_report, config):
     assert variant["threads"] == THREADS
     assert variant["registers"] == LAUNCH_REGISTERS
     assert variant["local_bytes"] == 0
-    assert variant["stack_bytes"] <= MAX_STACK_BYTES[config.head_size]
+    assert variant["stack_bytes"] <= _most_stack(config)
     assert variant["shared_bytes"] <= smem_bytes(config) + 1024
     assert variant["shared_bytes"] <= SMEM_BYTES_PER_CTA
 
@@ -46,17 +54,19 @@ def test_resources(prefill_report, config):
 @over_all
 def test_instructions(prefill_report, config):
     opcodes = compiled(prefill_report, config)["opcodes"]
-    boxes = HALF_TOKENS // config.box_tokens
-    if not config.converts:
-        boxes *= config.head_bytes // 128
-    assert count(opcodes, "UTMALDG") == 4 * boxes, "one load a box"
+    boxes = config.tile_tokens // config.box_tokens
     # A tile's scores, at the start and in the loop; its values, in the loop and at the end.
-    k_steps = config.head_size // 16 + 2 * (HALF_TOKENS // 16) * config.value_blocks
-    source, other = ("register", "shared") if config.converts else ("shared", "register")
-    assert count(opcodes, f"HGMMA.A_{source}") == 2 * k_steps
-    assert count(opcodes, f"HGMMA.A_{other}") == 0, "converted tiles stay out of shared memory"
+    scores, values = 2 * config.head_size // 16, 2 * config.tile_tokens // 16
+    shared, registers = count(opcodes, "HGMMA.A_shared"), count(opcodes, "HGMMA.A_register")
+    if config.converts:
+        assert count(opcodes, "UTMALDG") == 2 * boxes, "one load a box"
+        assert registers == scores + values * config.value_blocks
+        assert shared == 0, "converted tiles stay out of shared memory"
+        assert count(opcodes, "STSM") == 2 * config.rows // 16
+    else:
+        assert count(opcodes, "UTMALDG") == 2 * boxes * (config.head_bytes // 128)
+        assert (shared, registers) == (scores, values), "P stays in registers"
     assert (count(opcodes, "F2FP.F16.E4M3.UNPACK_B") > 0) == config.converts
-    assert count(opcodes, "STSM") == 2 * config.rows // 16
 
 
 @over_all
@@ -68,3 +78,15 @@ def test_setmaxnreg_and_wgmma_are_as_written(prefill_report, config):
     assert "Used " in variant["remarks"], "ptxas did not report"
     for complaint in ("Potential Performance Loss", "C7508", "C7512"):
         assert complaint not in variant["remarks"]
+
+
+@pytest.mark.parametrize("config", widen_sm90.support_table(), ids=lambda config: config.name)
+def test_widening_keys(prefill_report, config):
+    variant = compiled(prefill_report, config)
+    assert variant["threads"] == widen_sm90.THREADS and variant["stack_bytes"] == 0
+    # Eight loads in flight; 16 CTAs of 128 threads an SM.
+    assert variant["registers"] <= 64
+    opcodes = variant["opcodes"]
+    vectors = 2 * widen_sm90.BLOCK_TOKENS * config.vectors // widen_sm90.THREADS
+    assert count(opcodes, "LDG.E.64") == count(opcodes, "STG.E.128") == vectors
+    assert count(opcodes, "F2FP.F16.E4M3.UNPACK_B") == 4 * vectors

@@ -37,7 +37,9 @@ def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
     for tokens in (*range(1, 70), 129, 8192):
         batch = 1000
         chosen = route(
-            Bounds(batch, batch * tokens, tokens, group, 8, head_size, batch_invariant, storage),
+            Bounds(
+                batch, batch * tokens, tokens, group, 8, head_size, batch_invariant, storage, 8192
+            ),
             132,
         )
         assert chosen.decode != chosen.prefill
@@ -90,7 +92,7 @@ def test_a_cache_of_16_bits_has_the_same_classes():
     name = "prefill_sm90_16_bits"
     for tokens, expected in (
         (1, ("decode", 2, 1, name)),
-        (32, ("decode", 64, 1, name)),
-        (33, ("prefill", 66, 2, name)),
+        (64, ("prefill", 128, 1, name)),
+        (65, ("prefill", 130, 2, name)),
     ):
         assert dataclasses.astuple(selection.classify_batch(asked, tokens)) == expected

@@ -9,6 +9,7 @@ import pytest
 from cute_kernels.attention.decode_sm90 import config as decode_sm90
 from cute_kernels.attention.prefill_sm90 import config as prefill_sm90
 from cute_kernels.attention.route_sm90 import Bounds, route
+from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from cute_kernels.compile.plans import CompileUnit
 from cute_kernels.store import config as store
 from kvcache.cli_common import read_model
@@ -120,6 +121,7 @@ def test_storing_and_routed_calls_ask_for_the_plan_and_nothing_else(
                     head_size,
                     deterministic,
                     storage,
+                    8192,
                 )
             )
     found = plan(
@@ -147,6 +149,9 @@ def units_of_a_step(bounds: Bounds):
     if chosen.prefill:
         made = prefill_sm90.make_config(head_size, "bf16", 64, storage)
         configs.append(("prefill_sm90", made))
+    if chosen.capacity:
+        configs.append(("widen_sm90", widen_sm90.WidenConfig(head_size)))
+        configs.append(("prefill_sm90", prefill_sm90.widened_config(head_size, "bf16")))
     if chosen.decode:
         packed = min(bounds.max_seqlen_q * bounds.group, chosen.rows)
         rows = decode_sm90.row_bucket(head_size, packed)

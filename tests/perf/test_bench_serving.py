@@ -15,8 +15,9 @@ from perf import bench_serving, serving_inputs, trace
 from perf.bench_serving import CHECK_STEP, CONFIGS, DTYPES
 from perf.inputs import random_codes
 from perf.rows import OK, Measurement, check_row, make_row, make_workload
-from perf.sections import SERVING_COLUMNS, ResultFile, serving_lines, serving_summary
+from perf.sections import ResultFile
 from perf.serving_inputs import PAGE
+from perf.serving_sections import SERVING_COLUMNS, serving_lines, serving_summary
 from perf.timing import Timing
 from perf.trace import Layers, Step, TraceSpec, Work
 from tests.perf.helpers import MACHINE, METHOD

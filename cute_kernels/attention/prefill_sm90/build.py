@@ -9,6 +9,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cute_kernels.attention.decode_sm90.build import addresses, zeros
 from cute_kernels.attention.prefill_sm90 import kernel as definition
 from cute_kernels.attention.prefill_sm90.config import PrefillConfig
+from cute_kernels.attention.prefill_sm90.kernel_16_bits import PrefillSm90For16Bits
 
 
 def compile_prefill(config: PrefillConfig, options: str):
@@ -16,7 +17,7 @@ def compile_prefill(config: PrefillConfig, options: str):
     # A tensor among the arguments tells TVM-FFI which device's stream to launch on.
     offsets = make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
     return cute.compile(
-        definition.PrefillSm90(config),
+        (definition.PrefillSm90 if config.converts else PrefillSm90For16Bits)(config),
         offsets,
         addresses(definition.Addresses, definition.Q_TYPES[config.q_dtype]),
         zeros(definition.Strides),

@@ -13,6 +13,7 @@ from cute_kernels.attention.decode_sm90.config import (
     WARPGROUP_THREADS,
     row_buckets,
 )
+from cute_kernels.attention.widen_sm90 import config as widen_sm90
 
 # A tile's halves: each consumer warpgroup scores one of them.
 HALF_TOKENS = 64
@@ -28,17 +29,18 @@ LAUNCH_REGISTERS = 168
 class PrefillConfig:
     """Compile-time parameters of one variant.
 
-    kv_format: "fp8_e4m3", or q_dtype: K and V in the queries' own type.
-    head_size: elements of one head, one of ``HEAD_SIZES``.
-    rows: packed query rows (GQA group x query tokens) of one CTA, a multiple of 32; the MMA's N.
+    kv_format: "fp8_e4m3", or "bf16" or "fp16": the 16-bit kernel, whose MMAs have this type.
+    head_size: elements of one head.
+    rows: packed query rows (GQA group x query tokens) of one CTA. Of FP8 a multiple of 32, the
+        MMA's N; of 16 bits 128, the MMA's M in two warpgroups.
     q_dtype: "bf16" or "fp16"; the output has it too.
     box_tokens: tokens of one TMA box, 64, 32 or 16.
-    k_stages: tiles of K in flight. v_slots: half tiles of V in flight, an even number.
-    score_steps, value_steps: MMA k-steps whose operands are converted before they are issued (of
-        K, at most 4; of V, 2 or 4).
-        (Both 0 where nothing is converted.)
-    overlap: leave a tile's last scores in flight while the values before it are started.
+    k_stages: tiles of K in flight. v_slots: slots of V in flight.
+    score_steps, value_steps: of FP8, MMA k-steps whose operands are converted before they are
+        issued (of K, at most 4; of V, 2 or 4).
+    overlap: of FP8, leave a tile's last scores in flight while the values before it are started.
     consumer_registers: registers of a consumer thread (setmaxnreg).
+    tile_tokens: keys of a tile.
     """
 
     kv_format: str
@@ -52,6 +54,7 @@ class PrefillConfig:
     value_steps: int
     overlap: bool
     consumer_registers: int
+    tile_tokens: int = TILE_TOKENS
 
     @property
     def name(self) -> str:
@@ -66,22 +69,35 @@ class PrefillConfig:
         return 3 * LAUNCH_REGISTERS - 2 * self.consumer_registers
 
     @property
+    def reads_copies(self) -> bool:
+        """Whether K and V are fp16 copies of an FP8 cache (widen_sm90)."""
+        return not self.converts and self.kv_format != self.q_dtype
+
+    @property
     def converts(self) -> bool:
         """Whether K and V are converted (to fp16) on their way to the MMA."""
         return self.kv_format == "fp8_e4m3"
 
     @property
     def mma_dtype(self) -> str:
-        return "fp16" if self.converts else self.q_dtype
+        return "fp16" if self.converts else self.kv_format
 
     @property
     def head_bytes(self) -> int:
         return self.head_size if self.converts else 2 * self.head_size
 
     @property
-    def half_bytes(self) -> int:
-        """K or V of half a tile: one ring slot."""
-        return HALF_TOKENS * self.head_bytes
+    def slots_per_tile(self) -> int:
+        """Ring slots of a tile of K or V: of FP8 one a warpgroup, which scores its half."""
+        return 2 if self.converts else 1
+
+    @property
+    def slot_tokens(self) -> int:
+        return self.tile_tokens // self.slots_per_tile
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slot_tokens * self.head_bytes
 
     @property
     def splits_rows(self) -> bool:
@@ -103,13 +119,15 @@ class PrefillConfig:
 def smem_bytes(config: PrefillConfig) -> int:
     """Shared memory of one CTA: what the allocator will ask for."""
     rows = config.rows
-    ring = (2 * config.k_stages + config.v_slots) * config.half_bytes
+    slots = config.slots_per_tile * config.k_stages + config.v_slots
+    ring = slots * (config.slot_bytes + 2 * 8)
     queries = rows * config.head_size * 2
+    if not config.converts:
+        return ring + queries + rows * 8  # scale and reference of each row
     probabilities = 2 * rows * TILE_TOKENS * 2
     # maxima of 8 warps; scale and reference of each row; its position; flags
     tables = rows * (CONSUMER_WARPS * 4 + 8 + 4) + 2 * CONSUMER_WARPS * 4
-    barriers = 2 * 8 * (2 * config.k_stages + config.v_slots) + 2 * 8
-    return ring + queries + probabilities + tables + barriers
+    return ring + queries + probabilities + tables + 2 * 8
 
 
 # head size -> (rows, K stages, V slots, score steps, value steps, overlap, consumer registers).
@@ -120,27 +138,19 @@ _TUNED = {
     128: (128, 2, 4, 4, 4, False, 240),
     64: (128, 2, 4, 4, 4, False, 240),
 }
-# The same for K and V of 16 bits, chosen by what fits. At head size 512 nothing does: a tile of K
-# alone fills half of the memory.
-_TUNED_16_BITS = {
-    256: (64, 1, 2, 0, 0, False, 240),
-    128: (128, 2, 2, 0, 0, False, 240),
-    64: (128, 2, 4, 0, 0, False, 240),
-}
+# The same for K and V of 16 bits: head size -> (keys of a tile, tiles of K and of V in flight).
+_TUNED_16_BITS = {256: (64, 2), 128: (128, 2), 64: (128, 2)}
+_ROWS_16_BITS = 128
 
 
 def head_sizes(kv_format: str) -> tuple[int, ...]:
     """Head sizes that the kernel has for a cache format, ascending."""
-    return tuple(sorted(_tuned(kv_format)))
-
-
-def _tuned(kv_format: str) -> dict[int, tuple[int, int, int, int, int, bool, int]]:
-    return _TUNED if kv_format == "fp8_e4m3" else _TUNED_16_BITS
+    return tuple(sorted(_TUNED if kv_format == "fp8_e4m3" else _TUNED_16_BITS))
 
 
 def rows_of(head_size: int, kv_format: str = "fp8_e4m3") -> int:
     """Packed query rows of one CTA."""
-    return _tuned(kv_format)[head_size][0]
+    return _TUNED[head_size][0] if kv_format == "fp8_e4m3" else _ROWS_16_BITS
 
 
 def decode_rows(head_size: int) -> int:
@@ -152,20 +162,31 @@ def make_config(
     head_size: int, q_dtype: str, box_tokens: int, kv_format: str = "fp8_e4m3"
 ) -> PrefillConfig:
     """The tuned variant for a head size, query dtype, TMA box and cache format."""
-    tuned = _tuned(kv_format)[head_size]
-    rows, k_stages, v_slots, score_steps, value_steps, overlap, registers = tuned
+    if kv_format == "fp8_e4m3":
+        rows, k_stages, v_slots, score_steps, value_steps, overlap, registers = _TUNED[head_size]
+        return PrefillConfig(
+            kv_format, head_size, rows, q_dtype, box_tokens, k_stages, v_slots, score_steps,
+            value_steps, overlap, registers,
+        )  # fmt: skip
+    tile, stages = _TUNED_16_BITS[head_size]
     return PrefillConfig(
-        kv_format, head_size, rows, q_dtype, box_tokens, k_stages, v_slots, score_steps,
-        value_steps, overlap, registers,
+        kv_format, head_size, _ROWS_16_BITS, q_dtype, box_tokens, stages, stages, 0, 0, False, 240,
+        tile,
     )  # fmt: skip
+
+
+def widened_config(head_size: int, q_dtype: str) -> PrefillConfig:
+    """The variant that reads fp16 copies of an FP8 cache."""
+    return make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
 
 
 def support_table() -> list[PrefillConfig]:
     """Every variant that the public function can ask for."""
-    return [
+    direct = [
         make_config(head_size, q_dtype, box, kv_format)
         for q_dtype in Q_DTYPES
         for kv_format in ("fp8_e4m3", q_dtype)
         for head_size in head_sizes(kv_format)
         for box in BOX_TOKENS
     ]
+    return direct + [widened_config(head_size, "bf16") for head_size in widen_sm90.HEAD_SIZES]

@@ -20,15 +20,12 @@ from cute_kernels.attention.prefill_sm90.config import TILE_TOKENS
 from cute_kernels.attention.prefill_sm90.epilogue import Epilogue
 from cute_kernels.attention.prefill_sm90.lane import Place, Softmax
 from cute_kernels.attention.prefill_sm90.products import ProductsFp8
-from cute_kernels.attention.prefill_sm90.products_16_bits import Products16Bits
 from cute_kernels.attention.prefill_sm90.queries import QueryLoading
 from cute_kernels.attention.prefill_sm90.schedule import View, view_of
 from cute_kernels.attention.prefill_sm90.softmax import SoftmaxMath
 
 
-class Consumer(QueryLoading, SoftmaxMath, Epilogue):
-    """The walk. How K and V become operands is a base class of the two kinds below."""
-
+class Consumer(QueryLoading, SoftmaxMath, Epilogue, ProductsFp8):
     @cute.jit
     def run(self, mQ: cute.Tensor, scales: Scales, output: Output):
         item = self.item
@@ -119,11 +116,3 @@ class Consumer(QueryLoading, SoftmaxMath, Epilogue):
         groups = self.value_groups()
         for n in range(group * self.row_blocks // groups, (group + 1) * self.row_blocks // groups):
             self.exponentiate(state, n)
-
-
-class ConsumerFp8(ProductsFp8, Consumer):
-    pass
-
-
-class Consumer16Bits(Products16Bits, Consumer):
-    pass

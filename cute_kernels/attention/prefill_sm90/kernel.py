@@ -1,9 +1,9 @@
-"""SM90 prefill attention over a paged KV cache, FP8 (e4m3) or 16 bits: the kernel and its launch.
+"""SM90 prefill attention over a paged FP8 (e4m3) KV cache: the kernel, and the launch of both.
 
-Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_heads, D) e4m3 or
-Q's type, with any 16-byte-aligned strides and contiguous D, D one of 64, 128, 256 and, for e4m3,
-512; page_size a multiple of the variant's ``box_tokens``. A ragged K or V (total_k, kv_heads, D) is
-one page of total_k tokens.
+Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_heads, D) e4m3, or
+16-bit for the kernel of kernel_16_bits.py, with any 16-byte-aligned strides and contiguous D;
+page_size a multiple of the variant's ``box_tokens``. A ragged K or V (total_k, kv_heads, D) is one
+page of total_k tokens.
 
 One CTA serves ``rows`` packed query rows of one sequence and KV head (schedule.py) with a producer
 warp and two consumer warpgroups over tiles of 128 keys. Warpgroup h scores half h of a tile and
@@ -27,12 +27,11 @@ from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource, TmaOperand
 from cute_kernels.attention.prefill_sm90.config import (
     CONSUMER_WARPS,
-    HALF_TOKENS,
     THREADS,
     TILE_TOKENS,
     PrefillConfig,
 )
-from cute_kernels.attention.prefill_sm90.consumer import Consumer16Bits, ConsumerFp8
+from cute_kernels.attention.prefill_sm90.consumer import Consumer
 from cute_kernels.attention.prefill_sm90.lane import ConsumerSmem, Rings
 from cute_kernels.attention.prefill_sm90.layout import make_layout
 from cute_kernels.attention.prefill_sm90.producer import PrefillProducer
@@ -60,8 +59,8 @@ class Addresses(NamedTuple):
 class Scalars(NamedTuple):
     """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none).
 
-    skip_rows: sequences of at most so many packed rows are not written. ctas: at least as many as
-    there are items.
+    skip_rows: sequences of at most so many packed rows are not written. ctas: of the grid, of FP8
+    at least as many as there are items.
     """
 
     softmax_scale: Float32
@@ -78,19 +77,17 @@ class PrefillSm90:
         self.layout = make_layout(config)
         self.q_type, self.mma_type = Q_TYPES[config.q_dtype], Q_TYPES[config.mma_dtype]
 
-    def _mma(self, columns: int, a_major=OperandMajorMode.K) -> cute.TiledMma:
-        """64 x ``columns``; A from registers where it is converted, else from shared memory."""
-        source = warpgroup.OperandSource
-        return cute.make_tiled_mma(
-            warpgroup.MmaF16BF16Op(
-                self.mma_type,
-                Float32,
-                (64, columns, 16),
-                source.RMEM if self.config.converts else source.SMEM,
-                a_major,
-                OperandMajorMode.K,
+    def _mmas(self):
+        """Of a tile's first scores, its other scores, its values: 64 x rows, A from registers."""
+        config, major = self.config, OperandMajorMode.K
+
+        def mma(columns: int) -> cute.TiledMma:
+            shape, source = (64, columns, 16), warpgroup.OperandSource.RMEM
+            return cute.make_tiled_mma(
+                warpgroup.MmaF16BF16Op(Float16, Float32, shape, source, major, major)
             )
-        )
+
+        return mma(config.rows), mma(config.rows), mma(config.value_rows)
 
     @cute.jit
     def __call__(
@@ -118,10 +115,7 @@ class PrefillSm90:
             scalars.window_right,
             scalars.skip_rows,
         )
-        v_major = OperandMajorMode.K if config.converts else OperandMajorMode.MN
-        values = self._mma(config.value_rows, v_major)
-        mmas = (self._mma(config.rows), self._mma(config.rows), values)
-        self.kernel(mmas, *k, *v, mQ, scales, lengths, shape, source, output).launch(
+        self.kernel(self._mmas(), *k, *v, mQ, scales, lengths, shape, source, output).launch(
             grid=(scalars.ctas, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -145,7 +139,6 @@ class PrefillSm90:
         output: Output,
     ):
         config = self.config
-        begin_scores, add_scores, add_values = mmas
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         index = cute.arch.make_warp_uniform(tid // 32)
@@ -153,12 +146,7 @@ class PrefillSm90:
         if tid == 0:
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
-            for slot in cutlass.range_constexpr(2 * config.k_stages):
-                cute.arch.mbarrier_init(rings.k_full + slot, 1)
-                cute.arch.mbarrier_init(rings.k_empty + slot, CONSUMER_WARPS // 2)
-            for slot in cutlass.range_constexpr(config.v_slots):
-                cute.arch.mbarrier_init(rings.v_full + slot, 1)
-                cute.arch.mbarrier_init(rings.v_empty + slot, CONSUMER_WARPS)
+            self._init_rings(rings)
             for buffer in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(smem.p_full + buffer, CONSUMER_WARPS)
             cute.arch.mbarrier_init_fence()
@@ -170,64 +158,77 @@ class PrefillSm90:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if (index == CONSUMER_WARPS) & (item.tiles > 0) & (item.live != 0):
                 producer = PrefillProducer(config, lengths, source, item)
-                producer.run(rings, TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV))
+                k, v = TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV)
+                producer.run(rings, k, v, Int32(0))
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
-            begin_scores.set(warpgroup.Field.ACCUMULATE, False)
-            add_scores.set(warpgroup.Field.ACCUMULATE, True)
-            add_values.set(warpgroup.Field.ACCUMULATE, True)
+            self._set_accumulation(mmas)
             if item.live != 0:
-                kind = ConsumerFp8 if cutlass.const_expr(config.converts) else Consumer16Bits
-                consumer = kind(
-                    config,
-                    (begin_scores, add_scores, add_values),
-                    shape,
-                    item,
-                    rings,
-                    smem,
-                    scales.softcap,
-                )
+                consumer = Consumer(config, mmas, shape, item, rings, smem, scales.softcap)
                 consumer.run(mQ, scales, output)
 
-    def _allocate(self):
+    def _set_accumulation(self, mmas):
+        begin_scores, add_scores, add_values = mmas
+        begin_scores.set(warpgroup.Field.ACCUMULATE, False)
+        add_scores.set(warpgroup.Field.ACCUMULATE, True)
+        add_values.set(warpgroup.Field.ACCUMULATE, True)
+
+    def _init_rings(self, rings: Rings):
+        """Mbarriers of the rings; of FP8 each warpgroup has slots of K for itself."""
+        slots = self.config.slots_per_tile
+        for slot in range(slots * self.config.k_stages):
+            cute.arch.mbarrier_init(rings.k_full + slot, 1)
+            cute.arch.mbarrier_init(rings.k_empty + slot, CONSUMER_WARPS // slots)
+        for slot in range(self.config.v_slots):
+            cute.arch.mbarrier_init(rings.v_full + slot, 1)
+            cute.arch.mbarrier_init(rings.v_empty + slot, CONSUMER_WARPS)
+
+    def _allocate_slots(self, array) -> tuple[cute.Pointer, cute.Pointer]:
+        """Of K and of V. What needs 1024-byte alignment comes first, or padding costs memory."""
         config = self.config
-        rows, D = config.rows, config.head_size
-        allocator = cutlass.memory.SmemAllocator()
+        k_slots, v_slots = config.slots_per_tile * config.k_stages, config.v_slots
+        k = array(Uint8, k_slots * config.slot_bytes, 1024)
+        return k, array(Uint8, v_slots * config.slot_bytes, 1024)
 
-        def array(element, count, alignment):
-            return allocator.allocate_array(element, count, byte_alignment=alignment)
+    def _allocate_barriers(self, array, k: cute.Pointer, v: cute.Pointer) -> Rings:
+        config = self.config
+        k_slots, v_slots = config.slots_per_tile * config.k_stages, config.v_slots
+        k_full, k_empty = array(Int64, k_slots, 8), array(Int64, k_slots, 8)
+        v_full, v_empty = array(Int64, v_slots, 8), array(Int64, v_slots, 8)
+        return Rings(k, k_full, k_empty, v, v_full, v_empty)
 
-        ring_k = array(Uint8, 2 * config.k_stages * config.half_bytes, 1024)
-        ring_v = array(Uint8, config.v_slots * config.half_bytes, 1024)
-        kind = self.mma_type
-        q = array(kind, rows * D, 1024)
-        p = array(kind, 2 * rows * TILE_TOKENS, 1024)
+    def _operand(self, pointer: cute.Pointer, layout) -> cute.Tensor:
+        """Shared memory as an MMA operand."""
+        pointer = cute.recast_ptr(pointer, layout.inner, dtype=self.mma_type)
+        return cute.make_tensor(pointer, layout.outer)
+
+    def _allocate(self):
+        rows, D = self.config.rows, self.config.head_size
+        array = shared_arrays()
+        k, v = self._allocate_slots(array)
+        q = array(self.mma_type, rows * D, 1024)
+        p = array(self.mma_type, 2 * rows * TILE_TOKENS, 1024)
         maxima = array(Float32, CONSUMER_WARPS * rows, 16)
         reference = array(Float32, 2 * rows, 16)
         position = array(Int32, rows, 16)
         flags = array(Int32, 2 * CONSUMER_WARPS, 16)
-        k_full = array(Int64, 2 * config.k_stages, 8)
-        k_empty = array(Int64, 2 * config.k_stages, 8)
-        v_full = array(Int64, config.v_slots, 8)
-        v_empty = array(Int64, config.v_slots, 8)
+        rings = self._allocate_barriers(array, k, v)
         p_full = array(Int64, 2, 8)
-        kinds = warpgroup.SmemLayoutAtomKind
-        k_major = warpgroup.make_smem_layout_atom(kinds.K_SW128, kind)
-
-        def operand(pointer, layout):
-            return cute.make_tensor(
-                cute.recast_ptr(pointer, layout.inner, dtype=kind), layout.outer
-            )
-
-        sQ = operand(q, cute.tile_to_shape(k_major, (rows, D), order=(0, 1)))
-        sP = operand(p, cute.tile_to_shape(k_major, (rows, TILE_TOKENS, 2), order=(0, 1, 2)))
-        sK = sV = None
-        if not config.converts:
-            m_major = warpgroup.make_smem_layout_atom(kinds.MN_SW128, kind)
-            k_shape = (HALF_TOKENS, D, 2 * config.k_stages)
-            v_shape = (D, HALF_TOKENS, config.v_slots)
-            sK = operand(ring_k, cute.tile_to_shape(k_major, k_shape, order=(0, 1, 2)))
-            sV = operand(ring_v, cute.tile_to_shape(m_major, v_shape, order=(1, 0, 2)))
+        k_major = warpgroup.make_smem_layout_atom(
+            warpgroup.SmemLayoutAtomKind.K_SW128, self.mma_type
+        )
+        sQ = self._operand(q, cute.tile_to_shape(k_major, (rows, D), order=(0, 1)))
+        p_shape = (rows, TILE_TOKENS, 2)
+        sP = self._operand(p, cute.tile_to_shape(k_major, p_shape, order=(0, 1, 2)))
         tables = [x.toint() for x in (q, p, maxima, reference, position, flags)]
-        rings = Rings(ring_k, k_full, k_empty, ring_v, v_full, v_empty)
-        return rings, ConsumerSmem(*tables, p_full, sQ, sP, sK, sV)
+        return rings, ConsumerSmem(*tables, p_full, sQ, sP)
+
+
+def shared_arrays():
+    """A function that cuts (element type, count, byte alignment) from shared memory."""
+    allocator = cutlass.memory.SmemAllocator()
+
+    def array(element, count: int, alignment: int) -> cute.Pointer:
+        return allocator.allocate_array(element, count, byte_alignment=alignment)
+
+    return array

@@ -40,8 +40,8 @@ class NamedBarrier(IntEnum):
 
 
 class Rings(NamedTuple):
-    """K: 2 slots a stage, one for each warpgroup, emptied by its 4 warps. V: slots of half a tile,
-    emptied by all 8 warps. ``full`` counts the bytes of the TMA."""
+    """Slots, emptied by all 8 warps; of FP8 of half a tile, those of K by the 4 warps of their
+    warpgroup. ``full`` counts the bytes of the TMA."""
 
     k: cute.Pointer
     k_full: cute.Pointer
@@ -58,7 +58,7 @@ class ConsumerSmem(NamedTuple):
     maxima: (8 warps, rows) float32. reference: per pair of rows {scale, scale, -reference,
     -reference}. position: (rows,) int32 key position of the row's own token. flags: two entries
     of (8 warps,) int32, the last tile (of even, of odd number) in which a warp moved a reference.
-    p_full: two mbarriers, one a buffer of p. sK, sV: the rings as MMA operands, where they are.
+    p_full: two mbarriers, one a buffer of p.
     """
 
     q: Int32
@@ -70,8 +70,6 @@ class ConsumerSmem(NamedTuple):
     p_full: cute.Pointer
     sQ: cute.Tensor
     sP: cute.Tensor
-    sK: cute.Tensor
-    sV: cute.Tensor
 
 
 class Softmax(NamedTuple):
@@ -89,7 +87,43 @@ class Place(NamedTuple):
     first_token: Int32
 
 
-class ConsumerLane:
+class Lane:
+    """What lanes of both kernels have. smem: a tuple with ``reference`` (addresses)."""
+
+    def __init__(self, config: PrefillConfig, shape: Shape, item: Item, smem):
+        self.config, self.shape, self.item, self.smem = config, shape, item, smem
+        tid, _, _ = cute.arch.thread_idx()
+        self.tid = tid
+        self.lane = tid % 32
+        # 0 .. 7; the warpgroup's and the warp's share of it
+        self.index = cute.arch.make_warp_uniform(tid // 32)
+        self.half = self.index // 4
+        self.warp = self.index % 4
+        self.g = self.lane // 4
+        self.j = self.lane % 4
+
+    @cute.jit
+    def arrive(self, mbarrier: cute.Pointer):
+        """One arrival a warp, after all of its lanes."""
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(mbarrier)
+
+    def reference_of(self, row: Int32) -> Int32:
+        """Address of a row's -reference; its scale lies 8 bytes before."""
+        return self.smem.reference + (row // 2) * 16 + (row % 2) * 4 + 8
+
+    def clamped_row(self, row_in_item: Int32) -> Int32:
+        """Packed row of the sequence; rows past the item are copies of its last row.
+
+        Their scores are computed and dropped: nothing is written for them.
+        """
+        return cutlass.min(self.item.first_row + row_in_item, self.item.rows_end - 1)
+
+
+class ConsumerLane(Lane):
+    """Of the FP8 kernel."""
+
     def __init__(
         self,
         config: PrefillConfig,
@@ -100,25 +134,16 @@ class ConsumerLane:
         smem: ConsumerSmem,
         softcap: Float32,
     ):
-        self.config, self.layout = config, make_layout(config)
+        super().__init__(config, shape, item, smem)
+        self.layout = make_layout(config)
         self.begin_scores, self.add_scores, self.add_values = mmas
-        self.shape, self.item, self.rings, self.smem = shape, item, rings, smem
+        self.rings = rings
         self.softcap = softcap
         self.row_blocks = config.rows // 8
         self.value_row_blocks = config.value_rows // 8
-        tid, _, _ = cute.arch.thread_idx()
-        self.tid = tid
-        self.lane = tid % 32
-        # 0 .. 7; the warpgroup's and the warp's share of it
-        self.index = cute.arch.make_warp_uniform(tid // 32)
-        self.half = self.index // 4
-        self.warp = self.index % 4
-        self.g = self.lane // 4
-        self.j = self.lane % 4
         self._set_addresses()
 
     def _set_addresses(self):
-        """What does not depend on how K and V become operands."""
         config, lane, warp = self.config, self.lane, self.warp
         self.row_offset = Int32(0)
         if config.splits_rows:
@@ -139,13 +164,6 @@ class ConsumerLane:
             barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=CONSUMER_THREADS
         )
 
-    @cute.jit
-    def arrive(self, mbarrier: cute.Pointer):
-        """One arrival a warp, after all of its lanes."""
-        cute.arch.sync_warp()
-        if self.lane == 0:
-            cute.arch.mbarrier_arrive(mbarrier)
-
     def maxima_of(self, warp) -> Int32:
         """Address of rows 2 j, + 1 of block 0 in a warp's maxima; a block is 32 bytes on."""
         return self.smem.maxima + warp * (self.config.rows * 4) + self.pair
@@ -153,17 +171,6 @@ class ConsumerLane:
     def maximum_of(self, warp, row: Int32) -> Int32:
         """Address of one row's entry in a warp's maxima."""
         return self.smem.maxima + warp * (self.config.rows * 4) + row * 4
-
-    def reference_of(self, row: Int32) -> Int32:
-        """Address of a row's -reference; its scale lies 8 bytes before."""
-        return self.smem.reference + (row // 2) * 16 + (row % 2) * 4 + 8
-
-    def clamped_row(self, row_in_item: Int32) -> Int32:
-        """Packed row of the sequence; rows past the item are copies of its last row.
-
-        Their scores are computed and dropped: nothing is written for them.
-        """
-        return cutlass.min(self.item.first_row + row_in_item, self.item.rows_end - 1)
 
     def make_state(self):
         """(output accumulators, softmax registers), zero where they accumulate."""

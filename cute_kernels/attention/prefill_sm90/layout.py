@@ -1,22 +1,22 @@
-"""How half a tile of K or V lies in its ring slot: decode's layout for FP8, and one for 16 bits."""
+"""How K or V lies in a ring slot: decode's layout for FP8, and one for 16 bits."""
 
 from __future__ import annotations
 
 from cute_kernels.attention.decode_sm90.layout import TileLayout
-from cute_kernels.attention.prefill_sm90.config import HALF_TOKENS, PrefillConfig
+from cute_kernels.attention.prefill_sm90.config import PrefillConfig
 
 
 class Layout16Bits:
-    """Column blocks of 128 bytes (64 elements), in each the 64 tokens one after the other, 128-byte
-    swizzled: a K-major operand for K, an M-major one for V^T. A TMA box is one column block of
-    ``box_tokens`` tokens, so that boxes of small pages leave no gap in the operand."""
+    """Column blocks of 128 bytes (64 elements), in each the tokens one after the other, 128-byte
+    swizzled: a K-major operand for K, an N-major one for V. A TMA box is one column block of
+    ``box_tokens`` tokens, so that boxes leave no gap in the operand."""
 
     row_bytes = 128
     blocks = 1
 
     def __init__(self, config: PrefillConfig):
         self.box_tokens = config.box_tokens
-        self.token_boxes = HALF_TOKENS // config.box_tokens
+        self.token_boxes = config.slot_tokens // config.box_tokens
         self.columns = config.head_bytes // self.row_bytes
         self.boxes = self.token_boxes * self.columns
         self.box_bytes = self.block_bytes = config.box_tokens * self.row_bytes

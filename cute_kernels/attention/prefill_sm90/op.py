@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.arch import device_arch
 from cute_kernels.attention.arguments import AttentionProblem
-from cute_kernels.attention.common.launches import KernelLaunch, packed
+from cute_kernels.attention.common.launches import KernelLaunch, WidenedLaunch, packed
 from cute_kernels.attention.common.operands import (
     aligned_output,
     aligned_queries,
@@ -30,6 +30,7 @@ from cute_kernels.attention.prefill_sm90.config import (
     make_config,
     rows_of,
 )
+from cute_kernels.attention.widen_sm90.config import WidenConfig
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
 
@@ -73,7 +74,11 @@ def item_bound(problem: AttentionProblem) -> int:
 
 
 def run(
-    problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None, skip_rows: int = 0
+    problem: AttentionProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    skip_rows: int = 0,
+    capacity: int = 0,
 ) -> KernelLaunch | None:
     """Launch on q's device and the current stream: no host synchronisation, graph-capturable.
 
@@ -81,12 +86,17 @@ def run(
     tokens past cu_seqlens_q[-1] are left as they are, and so are those of sequences with at most
     ``skip_rows`` packed rows (query tokens x GQA group).
 
+    capacity: not 0 where an FP8 cache is to be widened first: the most keys of a sequence.
+
     Returns:
         The launch, which serves other addresses as well; None where operands were copied.
     """
     q, target_out = aligned_queries(problem.q), aligned_output(out)
     k, v = some_keys(problem, HALF_TOKENS)
-    launch = _plan(problem, q, k, v, target_out, skip_rows)
+    if capacity:
+        launch = _plan_widened(problem, q, k, v, target_out, skip_rows, capacity)
+    else:
+        launch = _plan(problem, q, k, v, target_out, skip_rows)
     launch.go(problem.cu_seqlens_q, operand_addresses(problem, q, k, v, target_out, lse))
     if target_out is not out:
         out.copy_(target_out)
@@ -97,14 +107,41 @@ def run(
 def _plan(problem: AttentionProblem, q, k, v, out, skip_rows: int) -> KernelLaunch:
     page_size = None if problem.block_table is None else k.shape[1]
     config = _config(q.shape[2], q.dtype, k.dtype, page_size)
+    arch = device_arch(q.device.index)
+    ctas = item_bound(problem)
+    if not config.converts:
+        ctas = min(ctas, arch.sm_count)
     with torch.cuda.device(q.device):  # a kernel that is new to the process is loaded here
-        function = compiled(config, device_arch(q.device.index).target)
+        function = compiled(config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),
         operand_sizes(problem, k),
-        (*score_scalars(problem), skip_rows, item_bound(problem)),
+        (*score_scalars(problem), skip_rows, ctas),
     )
     return KernelLaunch(function, q.device, arguments)
+
+
+def _plan_widened(
+    problem: AttentionProblem, q, k, v, out, skip_rows: int, capacity: int
+) -> WidenedLaunch:
+    """Widen k and v, then read the copies, of which only shape and strides matter here."""
+    batch = problem.cu_seqlens_q.shape[0] - 1
+    kv_heads, head_size = k.shape[-2:]
+    copy = torch.empty(
+        (kv_heads, batch * capacity, head_size), dtype=torch.float16, device="meta"
+    ).transpose(0, 1)
+    # Any tensor: that it is there says that lengths are.
+    ragged = problem._replace(k=copy, block_table=None, seqused_k=problem.cu_seqlens_q)
+    attention = _plan(ragged, q, copy, copy, out, skip_rows)
+    with torch.cuda.device(q.device):
+        function = launcher(
+            CompileUnit("widen_sm90", WidenConfig(head_size), device_arch(q.device.index).target)
+        )
+    arguments = packed(operand_strides(problem, q, k, v, out), operand_sizes(problem, k))
+    left = score_scalars(problem)[2]
+    return WidenedLaunch(
+        function, q.device, arguments, attention, copy.nbytes, batch, (capacity, left, skip_rows)
+    )
 
 
 @cache

@@ -26,7 +26,7 @@ class PrefillProducer(Producer):
         self.lengths, self.source, self.item = lengths, source, item
 
     @cute.jit
-    def load_half(
+    def load_slot(
         self,
         operand: TmaOperand,
         sBoxes: cute.Tensor,
@@ -36,10 +36,10 @@ class PrefillProducer(Producer):
         full: cute.Pointer,
         empty: cute.Pointer,
     ):
-        """Boxes of half a tile, (page, token in page) each, into a ring slot."""
+        """Boxes, (page, token in page) each, into a ring slot."""
         cute.arch.mbarrier_wait(empty + slot, phase)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.config.half_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.config.slot_bytes)
         layout = self.layout
         for column in cutlass.range_constexpr(layout.columns):
             for i in cutlass.range_constexpr(layout.token_boxes):
@@ -69,16 +69,15 @@ class PrefillProducer(Producer):
         return page, in_page
 
     @cute.jit
-    def run(self, rings: Rings, k: TmaOperand, v: TmaOperand):
+    def run(self, rings: Rings, k: TmaOperand, v: TmaOperand, done: Int32):
+        """The item's tiles; ``done``: tiles that have gone through the rings before."""
         config, layout, item = self.config, self.layout, self.item
-        sK = self.ring_boxes(rings.k, 2 * config.k_stages, config.half_bytes)
-        sV = self.ring_boxes(rings.v, config.v_slots, config.half_bytes)
-        boxes_per_tile = 2 * layout.token_boxes
+        slots = config.slots_per_tile
+        v_stages = config.v_slots // slots
+        sK = self.ring_boxes(rings.k, slots * config.k_stages, config.slot_bytes)
+        sV = self.ring_boxes(rings.v, config.v_slots, config.slot_bytes)
+        boxes_per_tile = slots * layout.token_boxes
         tiles_per_read = 32 // boxes_per_tile
-        k_stage = Int32(0)
-        k_phase = Int32(1)
-        v_slot = Int32(0)
-        v_phase = Int32(1)
         page = Int32(0)
         in_page = Int32(0)
         old_page = Int32(0)
@@ -90,35 +89,28 @@ class PrefillProducer(Producer):
                 old_in_page = in_page
                 page, in_page = self.boxes_at(t * boxes_per_tile)
             if t < item.tiles:
-                for half in cutlass.range_constexpr(2):
-                    boxes = self._boxes(
-                        page, in_page, t * boxes_per_tile + half * layout.token_boxes
-                    )
-                    slot = 2 * k_stage + half
-                    self.load_half(k, sK, boxes, slot, k_phase, rings.k_full, rings.k_empty)
-                k_stage = k_stage + 1
-                if k_stage == config.k_stages:
-                    k_stage = Int32(0)
-                    k_phase = k_phase ^ 1
+                number = done + t
+                phase = ((number // config.k_stages) & 1) ^ 1
+                for i in cutlass.range_constexpr(slots):
+                    boxes = self._boxes(page, in_page, t * boxes_per_tile + i * layout.token_boxes)
+                    slot = slots * (number % config.k_stages) + i
+                    self.load_slot(k, sK, boxes, slot, phase, rings.k_full, rings.k_empty)
             if t > 0:
                 v_page = page
                 v_in_page = in_page
                 if t % tiles_per_read == 0:
                     v_page = old_page
                     v_in_page = old_in_page
-                for half in cutlass.range_constexpr(2):
-                    first = (t - 1) * boxes_per_tile + half * layout.token_boxes
+                number = done + t - 1
+                phase = ((number // v_stages) & 1) ^ 1
+                for i in cutlass.range_constexpr(slots):
+                    first = (t - 1) * boxes_per_tile + i * layout.token_boxes
                     boxes = self._boxes(v_page, v_in_page, first)
-                    self.load_half(
-                        v, sV, boxes, v_slot + half, v_phase, rings.v_full, rings.v_empty
-                    )
-                v_slot = v_slot + 2
-                if v_slot == config.v_slots:
-                    v_slot = Int32(0)
-                    v_phase = v_phase ^ 1
+                    slot = slots * (number % v_stages) + i
+                    self.load_slot(v, sV, boxes, slot, phase, rings.v_full, rings.v_empty)
 
     def _boxes(self, page: Int32, in_page: Int32, first_box: Int32):
-        """Boxes first_box, ... of half a tile, from the lanes that looked them up."""
+        """Boxes first_box, ... of a slot, from the lanes that looked them up."""
         lanes = [(first_box + i) & 31 for i in range(self.layout.token_boxes)]
         return [
             (dsl.shuffle_from_lane(page, lane), dsl.shuffle_from_lane(in_page, lane))

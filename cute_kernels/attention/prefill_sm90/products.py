@@ -46,7 +46,7 @@ class ProductsFp8(ConsumerLane):
         self.token_in_tile = 64 * self.half + 16 * warp + token
         self.k_address = (
             self.rings.k.toint()
-            + self.half * config.half_bytes
+            + self.half * config.slot_bytes
             + layout.row(16 * warp)
             + token * layout.row_bytes
             + ((self.j ^ layout.swizzle_of(token)) * 16)
@@ -82,7 +82,7 @@ class ProductsFp8(ConsumerLane):
         Hands the slot back. With ``overlap`` the last MMAs are left in flight.
         """
         config, layout = self.config, self.layout
-        base = self.k_address + slot * config.half_bytes
+        base = self.k_address + slot * config.slot_bytes
         target = accumulator(rS, 0, self.row_blocks)
         tQ = self.add_scores.make_fragment_B(self.add_scores.get_slice(0).partition_B(self.smem.sQ))
         passes, steps = config.head_size // 64, config.score_steps
@@ -152,7 +152,7 @@ class ProductsFp8(ConsumerLane):
                 arrived(half)
             address = (
                 self.v_address
-                + (slot + half) * config.half_bytes
+                + (slot + half) * config.slot_bytes
                 + (((self.v_unit + u) ^ self.v_swizzle) * 16)
             )
             words = []
@@ -203,7 +203,7 @@ class ProductsFp8(ConsumerLane):
     def _clear(self, begin: Int32, slot: Int32):
         """Zero the warp's columns of the dead tokens of a slot that begins at token ``begin``."""
         config, layout = self.config, self.layout
-        columns = self.rings.v.toint() + slot * config.half_bytes + self.v_columns
+        columns = self.rings.v.toint() + slot * config.slot_bytes + self.v_columns
         zero = Int32(0)
         for part in cutlass.range_constexpr(2):
             in_slot = self.lane + 32 * part

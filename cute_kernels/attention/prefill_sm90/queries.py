@@ -15,16 +15,22 @@ from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import query_token
 from cute_kernels.attention.decode_sm90.queries import scale_of_row
 from cute_kernels.attention.prefill_sm90.config import CONSUMER_WARPS
-from cute_kernels.attention.prefill_sm90.lane import ConsumerLane
+from cute_kernels.attention.prefill_sm90.lane import Lane
 
 
-class QueryLoading(ConsumerLane):
+class QueryLoading(Lane):
+    """``scales_queries``: whether bf16 queries become fp16. ``store_query_words``: 16 bytes of a
+    row, in the operand's order."""
+
+    def position_of(self, row_in_item: Int32) -> Int32:
+        """Key position of a row's own token."""
+        return self.item.own + query_token(self.shape, self.clamped_row(row_in_item))
+
     @cute.jit
     def publish_positions(self):
         """Table of each row's own key position."""
         if self.tid < self.config.rows:
-            position = self.item.own + query_token(self.shape, self.clamped_row(self.tid))
-            dsl.st_shared_b32(self.smem.position + self.tid * 4, position)
+            dsl.st_shared_b32(self.smem.position + self.tid * 4, self.position_of(self.tid))
 
     def _row_address(self, mQ: cute.Tensor, row_in_item: Int32) -> Int64:
         """Address of the lane's first 16 bytes of a row."""
@@ -41,19 +47,26 @@ class QueryLoading(ConsumerLane):
 
         A warp takes whole blocks of 8 rows, a quad of lanes one row.
         """
-        rounds = (self.row_blocks + CONSUMER_WARPS - 1) // CONSUMER_WARPS
+        row_blocks = self.config.rows // 8
+        rounds = (row_blocks + CONSUMER_WARPS - 1) // CONSUMER_WARPS
         for i in cutlass.range_constexpr(rounds):
             block = self.index + CONSUMER_WARPS * i
-            if block < self.row_blocks:
-                self._load_block(mQ, base_scale, 8 * block + self.g)
+            if block < row_blocks:
+                row = 8 * block + self.g
+                self.store_query_row(mQ, base_scale, row, self.read_query_row(mQ, row))
+
+    def read_query_row(self, mQ: cute.Tensor, row: Int32) -> list:
+        """The lane's quarter of a row, 16 bytes each."""
+        address = self._row_address(mQ, row)
+        half_passes = self.config.head_size // 32
+        return [
+            dsl.ld_global_nc_b32x4(address + (unit // 2) * 128 + (unit % 2) * 16)
+            for unit in range(half_passes)
+        ]
 
     @cute.jit
-    def _load_block(self, mQ: cute.Tensor, base_scale: Float32, row: Int32):
+    def store_query_row(self, mQ: cute.Tensor, base_scale: Float32, row: Int32, loaded):
         half_passes = self.config.head_size // 32
-        address = self._row_address(mQ, row)
-        loaded = []
-        for unit in cutlass.range_constexpr(half_passes):
-            loaded.append(dsl.ld_global_nc_b32x4(address + (unit // 2) * 128 + (unit % 2) * 16))
         scale = Float32(1.0)
         inverse = Float32(1.0)
         if const_expr(self.scales_queries and mQ.element_type is BFloat16):

@@ -80,11 +80,30 @@ def _chunks(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr) -
 
 
 @cute.jit
-def find_item(lengths: Lengths, shape: Shape, cta: Int32, rows: cutlass.Constexpr) -> Item:
-    """The item of CTA ``cta``; every warp finds it for itself."""
+def item_number(cta: Int32, ctas: Int32, turn: Int32) -> Int32:
+    """The item that CTA ``cta`` of ``ctas`` serves in its turn 0, 1, ...
+
+    Every other round goes backwards: items come long ones first, so the CTA with a round's longest
+    has the next one's shortest.
+    """
+    place = cta
+    if turn % 2 == 1:
+        place = ctas - 1 - cta
+    return turn * ctas + place
+
+
+@cute.jit
+def find_item(
+    lengths: Lengths,
+    shape: Shape,
+    number: Int32,
+    rows: cutlass.Constexpr,
+    tile_tokens: cutlass.Constexpr = TILE_TOKENS,
+) -> Item:
+    """Item ``number``; every warp finds it for itself."""
     lane = cute.arch.lane_idx()
-    index = cta // shape.kv_heads
-    head = cta - index * shape.kv_heads
+    index = number // shape.kv_heads
+    head = number - index * shape.kv_heads
     line = Int32(0)
     base = Int32(0)
     live = Int32(0)
@@ -101,7 +120,7 @@ def find_item(lengths: Lengths, shape: Shape, cta: Int32, rows: cutlass.Constexp
             chunk = dsl.shuffle_from_lane(end, owner) - 1 - index
         line = dsl.shuffle_from_lane(end, Int32(31))
         base = base + 32
-    return _item(lengths, shape, live, b, head, chunk * rows, rows)
+    return _item(lengths, shape, live, b, head, chunk * rows, rows, tile_tokens)
 
 
 @cute.jit
@@ -113,6 +132,7 @@ def _item(
     head: Int32,
     first_row: Int32,
     rows: cutlass.Constexpr,
+    tile_tokens: cutlass.Constexpr,
 ) -> Item:
     q_start = Int32(0)
     q_len = Int32(0)
@@ -132,7 +152,7 @@ def _item(
     begin = cutlass.max(first - shape.window_left, Int32(0))
     end = cutlass.min(used, last + shape.window_right + 1)
     start = begin & -HALF_TOKENS
-    tiles = cutlass.max(end - start + (TILE_TOKENS - 1), Int32(0)) // TILE_TOKENS
+    tiles = cutlass.max(end - start + (tile_tokens - 1), Int32(0)) // tile_tokens
     # begin behind the end: no row sees a key
     if begin >= end:
         tiles = Int32(0)

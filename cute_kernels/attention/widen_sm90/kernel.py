@@ -1,0 +1,144 @@
+"""An FP8 (e4m3) KV cache's tokens of a batch as fp16, gathered: what the 16-bit kernel then reads.
+
+Exact: every e4m3 value is an fp16 value. The copy is ragged: sequence b has room for ``capacity``
+tokens from token b * capacity on, its token t lies at b * capacity + t; K and V are each
+(kv_heads, batch * capacity, D). Tokens that no query sees are not read, nor written but within a
+block of 64 that holds others, where they are copies of the nearest seen token. Beside them, for the
+attention kernel: where each sequence starts, and its number of keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from cute_kernels import dsl, dsl_store
+from cute_kernels.attention.common import launch
+from cute_kernels.attention.common.launch import Sizes, Strides
+from cute_kernels.attention.common.tile_schedule import Lengths
+from cute_kernels.attention.decode_sm90.producer import PagedSource
+from cute_kernels.attention.prefill_sm90.kernel import Addresses
+from cute_kernels.attention.widen_sm90.config import (
+    BLOCK_TOKENS,
+    THREADS,
+    VECTOR,
+    WidenConfig,
+)
+
+# Loads of a thread in flight.
+_BATCH = 8
+
+
+class Target(NamedTuple):
+    """Addresses of the copies of K and V (fp16) and of (batch,) int32 starts and lengths.
+
+    capacity: tokens a sequence, a multiple of 64. window_left: keys visible to the left of a row's
+    own position. skip_rows: sequences of at most so many packed rows are left out.
+    """
+
+    k: Int64
+    v: Int64
+    starts: Int64
+    lengths: Int64
+    capacity: Int32
+    window_left: Int32
+    skip_rows: Int32
+
+
+class Side(NamedTuple):
+    """K or V: address and strides (bytes) of the cache, address of the copy."""
+
+    cache: Int64
+    page: Int64
+    token: Int64
+    head: Int64
+    copy: Int64
+
+
+class WidenSm90:
+    def __init__(self, config: WidenConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        mCuQ: cute.Tensor,
+        at: Addresses,
+        strides: Strides,
+        sizes: Sizes,
+        target: Target,
+        stream,
+    ):
+        k = Side(at.k.toint(), strides.k_page, strides.k_token, strides.k_head, target.k)
+        v = Side(at.v.toint(), strides.v_page, strides.v_token, strides.v_head, target.v)
+        lengths, source = launch.lengths(at, mCuQ, sizes), launch.pages(at, strides, sizes)
+        self.kernel(k, v, lengths, source, sizes, target).launch(
+            grid=(target.capacity // BLOCK_TOKENS, sizes.kv_heads, sizes.batch),
+            block=(THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, k: Side, v: Side, lengths: Lengths, source: PagedSource, sizes: Sizes, target: Target
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, head, b = cute.arch.block_idx()
+        rows = cutlass.memory.SmemAllocator().allocate_array(
+            Int64, 2 * BLOCK_TOKENS, byte_alignment=16
+        )
+        q_len = lengths.mCuQ[b + 1] - lengths.mCuQ[b]
+        start = Int32(0)
+        used = Int32(0)
+        if source.paged == 0:
+            start = lengths.mCuK[b]
+        if lengths.has_used != 0:
+            used = lengths.mUsedK[b]
+        else:
+            used = lengths.mCuK[b + 1] - lengths.mCuK[b]
+        # More would not fit: the caller's max_seqlen_k was too small.
+        used = cutlass.min(cutlass.max(used, Int32(0)), target.capacity)
+        if (block == 0) & (head == 0) & (tid == 0):
+            dsl.st_global_b32(target.starts + 4 * Int64(b), b * target.capacity)
+            dsl.st_global_b32(target.lengths + 4 * Int64(b), used)
+        low = cutlass.max(used - q_len - target.window_left, Int32(0))
+        begin = block * BLOCK_TOKENS
+        live = (begin < used) & (begin + BLOCK_TOKENS > low)
+        if live & (q_len * sizes.group > target.skip_rows):
+            if tid < BLOCK_TOKENS:
+                token = cutlass.min(cutlass.max(begin + tid, low), used - 1)
+                page = Int32(0)
+                in_page = token + start
+                if source.paged != 0:
+                    index = token // source.page_size
+                    in_page = token - index * source.page_size
+                    page = source.mTable[b, cutlass.min(index, source.table_width - 1)]
+                for i in cutlass.range_constexpr(2):
+                    side = k if const_expr(i == 0) else v
+                    row = side.cache + page * side.page + in_page * side.token + head * side.head
+                    dsl.st_shared_b64(rows.toint() + i * (8 * BLOCK_TOKENS) + 8 * tid, row)
+            cute.arch.sync_threads()
+            first = Int64(head * sizes.batch + b) * target.capacity + begin
+            for i in cutlass.range_constexpr(2):
+                side = k if const_expr(i == 0) else v
+                table = rows.toint() + i * (8 * BLOCK_TOKENS)
+                self._widen(table, side.copy + first * (2 * self.config.head_size), tid)
+
+    def _widen(self, table: Int32, copy: Int64, tid: Int32):
+        """A block of K or V, whose rows' addresses are in ``table``, to ``copy``."""
+        vectors = self.config.vectors
+        column, row = tid % vectors, tid // vectors
+        rounds, rows_a_round = BLOCK_TOKENS * vectors // THREADS, THREADS // vectors
+        for begin in range(0, rounds, _BATCH):
+            batch = range(begin, min(begin + _BATCH, rounds))
+            words = []
+            for i in batch:
+                address = dsl_store.ld_shared_b64(table + 8 * (row + rows_a_round * i))
+                words.append(dsl_store.ld_global_b32x2(address + VECTOR * column))
+            for i, pair in zip(batch, words, strict=True):
+                low, high = (dsl.e4m3x4_to_f16x4(word) for word in pair)
+                offset = ((row + rows_a_round * i) * vectors + column) * (2 * VECTOR)
+                dsl_store.st_global_b32x4(copy + offset, *low, *high)
