@@ -64,6 +64,7 @@ MEASUREMENTS = (
     Measurement("decode", "perf.bench_decode", ("--all",)),
     Measurement("prefill", "perf.bench_prefill"),
     Measurement("store", "perf.bench_store"),
+    Measurement("indexer", "perf.bench_indexer"),
     Measurement("serving", "perf.bench_serving"),
     Measurement("load", "perf.bench_load", output="--out", timed=False, commit=False, bundle=True),
     Measurement("accuracy", "perf.accuracy", ("--device", "cuda"), timed=False, models=True),
