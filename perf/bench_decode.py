@@ -12,6 +12,7 @@ exit status is 1 when a provider was wrong or failed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import click
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from perf.cases import ALL_CASES, QUICK_CASES, DecodeCase, select_cases
 from perf.command import begin, finish
-from perf.inputs import ROTATED_BYTES, KVPool, make_input_sets
+from perf.inputs import ROTATED_BYTES, InputSet, KVPool, make_input_sets
 from perf.providers import Provider, select_providers
 from perf.report import print_report
 from perf.rows import (
@@ -85,11 +86,22 @@ def measure(
         single = time_single(contenders, rounds)
         host = time_host(contenders)
         for i, contender in enumerate(contenders):
-            error, kernels = results[contender.name].rel_error, kernels_of(contender.calls[0])
-            results[contender.name] = Measurement(
-                OK, error, rotating[i], single[i], host[i], kernels
-            )
+            error = results[contender.name].rel_error
+            results[contender.name] = Measurement(OK, error, rotating[i], single[i], host[i])
     return results, method
+
+
+def with_kernels(
+    results: dict[str, Measurement], providers: Sequence[Provider], inputs: InputSet
+) -> dict[str, Measurement]:
+    """The same results with what ran. For after all times have been taken: a profiler that was used
+    may stay in the way of later launches."""
+    found = dict(results)
+    for provider in providers:
+        result = results[provider.name]
+        if result.status == OK:
+            found[provider.name] = replace(result, kernels=kernels_of(provider.bind(inputs)))
+    return found
 
 
 def run(
@@ -101,9 +113,12 @@ def run(
     """Rows of all cases and providers."""
     pool = KVPool(cases, "cuda")
     ceilings = device_ceilings(pool.k, median_us)
-    rows = []
+    measured = []
     for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
-        results, method = measure(case, providers, pool, rounds)
+        measured.append((case, *measure(case, providers, pool, rounds)))
+    rows = []
+    for case, results, method in measured:
+        results = with_kernels(results, providers, make_input_sets(case, pool, count=1)[0])
         workload = make_workload(case, machine, method)
         rows += make_rows(case, results, workload, machine, ceilings)
     return rows

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from perf.bench_decode import check
+from perf.bench_decode import check, with_kernels
 from perf.cases import DecodeCase
 from perf.command import begin, finish
 from perf.inputs import InputSet, KVPool, make_input_sets
@@ -37,7 +37,6 @@ from perf.timing import (
     Call,
     Contender,
     calls_per_graph,
-    kernels_of,
     median_us,
     time_rotating,
 )
@@ -84,9 +83,7 @@ def measure(
     if right:
         contenders = [Contender(p.name, tuple(p.bind(inputs) for inputs in sets)) for p in right]
         for provider, timing in zip(right, time_rotating(contenders, rounds), strict=True):
-            error = results[provider.name].rel_error
-            kernels = kernels_of(provider.bind(sets[0]))
-            results[provider.name] = Measurement(OK, error, timing, kernels=kernels)
+            results[provider.name] = Measurement(OK, results[provider.name].rel_error, timing)
     method = {
         "timing": "cuda graph, median",
         "input_sets": len(sets),
@@ -98,11 +95,13 @@ def measure(
 
 def run(cases: list[PrefillCase], machine: Machine, rounds: int) -> list[dict[str, Any]]:
     """Rows of all cases and contenders."""
-    rows = []
+    measured, rows = [], []
     ceilings = device_ceilings(ceiling_buffer(), median_us)
     for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
-        pool = KVPool([case], "cuda")
-        results, method = measure(case, pool, rounds)
+        measured.append((case, *measure(case, KVPool([case], "cuda"), rounds)))
+    for case, results, method in measured:
+        inputs = make_input_sets(case, KVPool([case], "cuda"), count=1)[0]
+        results = with_kernels(results, CONTENDERS, inputs)
         workload = make_workload(case, machine, method)
         rows += make_rows(case, results, workload, machine, ceilings)
     return rows

@@ -20,7 +20,7 @@ from tests.cases import AttentionCase, make_inputs
 from tests.kvcache.helpers import CONFIGS
 
 # Decode, verify batches, chunks of prefill, whole prompts.
-Q_LENGTHS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 128, 200, 1500)
+Q_LENGTHS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 128, 200, 400, 1500)
 KV_LENGTHS = (1, 63, 500)
 
 

@@ -225,7 +225,12 @@ def test_no_time_without_a_right_answer(pool, monkeypatch):
     }
     assert results["failing"].status == "failed: RuntimeError: no kernel"
     assert results["wrong"].rotating is None
+    assert results["right"].kernels is None, "the profiler disturbs what is timed after it"
+    results = bench_decode.with_kernels(
+        results, contenders, make_input_sets(SMALL, pool, count=1)[0]
+    )
     assert (results["right"].kernels, results["wrong"].kernels) == (["a kernel"], None)
+    assert results["right"].host_us == 5.0
     assert method["input_sets"] == 2
 
 

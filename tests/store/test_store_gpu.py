@@ -263,12 +263,12 @@ def test_pages_beyond_four_gigabytes(kernel, dtype):
 
 def test_mixed_devices_are_refused():
     x = torch.ones(1, 1, 64, dtype=torch.bfloat16, device="cuda")
-    cache = torch.zeros(1, 16, 1, 64, dtype=torch.uint8, device="cuda")
+    cache = torch.zeros(2, 1, 16, 1, 64, dtype=torch.uint8, device="cuda")
     slots = torch.zeros(1, dtype=torch.int64, device="cuda")
     for change in ({"slot_mapping": slots.cpu()}, {"k_scale": torch.ones(())}):
         arguments = {"slot_mapping": slots, "k_scale": 1.0, **change}
         with pytest.raises(ValueError, match="one device for all"):
-            reshape_and_cache(x, x, cache, cache, kv_cache_dtype="fp8", v_scale=1.0, **arguments)
+            reshape_and_cache(x, x, *cache, kv_cache_dtype="fp8", v_scale=1.0, **arguments)
     assert not cache.any()
 
 
