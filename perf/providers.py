@@ -54,7 +54,7 @@ def _bind_cute_kernels(inputs: InputSet) -> Call:
 
 def varlen_arguments(inputs: InputSet) -> dict[str, object]:
     """Keyword arguments of `flash_attn_varlen_func`, `out` aside."""
-    return {
+    arguments: dict[str, object] = {
         "q": inputs.q,
         "k": inputs.k,
         "v": inputs.v,
@@ -68,9 +68,11 @@ def varlen_arguments(inputs: InputSet) -> dict[str, object]:
         "window_size": (inputs.window_left, 0),
         "k_descale": inputs.k_descale,
         "v_descale": inputs.v_descale,
-        "k_block_scale": inputs.k_block_scale,
-        "v_block_scale": inputs.v_block_scale,
     }
+    if inputs.k_block_scale is not None:  # peers, which are given these arguments too, have none
+        arguments["k_block_scale"] = inputs.k_block_scale
+        arguments["v_block_scale"] = inputs.v_block_scale
+    return arguments
 
 
 def triton_batch(inputs: InputSet) -> DecodeBatch:
