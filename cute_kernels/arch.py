@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 
 class DeviceArch(NamedTuple):
@@ -32,6 +35,14 @@ def device_arch(index: int) -> DeviceArch:
 def current_device() -> int:
     """Index of the current CUDA device."""
     return torch._C._cuda_getDevice()
+
+
+def on_device(device: torch.device, call: Callable[..., _T], *arguments: Any) -> _T:
+    """``call(*arguments)`` while a CUDA device is the current one."""
+    if device.index == current_device():
+        return call(*arguments)
+    with torch.cuda.device(device):
+        return call(*arguments)
 
 
 def current_stream(index: int) -> int:

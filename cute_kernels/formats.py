@@ -97,6 +97,9 @@ E4M3_MAX = 448.0
 E4M3_MIN_NORMAL = 2.0**-6
 E2M1_MAX = 6.0
 
+# Head elements that share a block scale of nvfp4.
+NVFP4_GROUP = 16
+
 STORAGE_FORMATS: dict[str, StorageFormat] = {
     storage.name: storage
     for storage in (
@@ -109,7 +112,7 @@ STORAGE_FORMATS: dict[str, StorageFormat] = {
             4,
             QuantMode.BLOCK_SCALED,
             E2M1_MAX * E4M3_MAX,
-            group=16,
+            group=NVFP4_GROUP,
             scale_type="e4m3",
             scale_layouts=(ScaleLayout.LINEAR, ScaleLayout.SM100),
         ),

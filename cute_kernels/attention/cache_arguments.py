@@ -9,12 +9,11 @@ from typing import NoReturn
 
 import torch
 
-from cute_kernels.formats import STORAGE_FORMATS, ScaleLayout
+from cute_kernels.formats import NVFP4_GROUP, ScaleLayout
 
 _FP8 = torch.float8_e4m3fn
 # What holds pairs of E2M1 codes.
 _NVFP4 = torch.uint8
-NVFP4_GROUP = STORAGE_FORMATS["nvfp4"].group
 _SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 
 

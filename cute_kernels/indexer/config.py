@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.indexer.formats import HEAD_MULTIPLE, INDEXER_FORMATS
-from cute_kernels.store.config import E2M1_TARGETS
+from cute_kernels.store import config as store
 
-TARGETS = ("sm_90a", *E2M1_TARGETS)
+TARGETS, E2M1_TARGETS = store.TARGETS, store.E2M1_TARGETS
 # Elements that a lane quantizes at a time: 16 bytes of bf16.
 CHUNK = 8
 MAX_HEAD_SIZE = 512

@@ -24,6 +24,7 @@ from cute_kernels.indexer.arguments import (
 )
 from cute_kernels.prepared import PreparedCalls
 from cute_kernels.reference.indexer import indexer_k, indexer_q
+from cute_kernels.store.op import aligned
 
 
 def fused_indexer_q_rope_quant(
@@ -173,7 +174,7 @@ def _run_q(
         return codes, scales if call.use_fp4 else None, weights
     reason = op.why_not(call)
     if reason is None:
-        queries = op.aligned_queries(call.index_q)
+        queries = aligned(call.index_q, len(call.index_q))
         launch = op.prepare_q(call._replace(index_q=queries))
         if queries is call.index_q:
             _PREPARED_Q.keep(key, launch)

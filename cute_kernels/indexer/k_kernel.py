@@ -38,7 +38,7 @@ from cute_kernels.indexer.quantize import (
     table_value,
 )
 from cute_kernels.indexer.window import Compressor, Row, State
-from cute_kernels.store.kernel import Divisor, divided
+from cute_kernels.store.kernel import Divisor, divided, owns
 
 CLAIM_THREADS = 128
 # Tokens whose slots a lane has in flight while its warp looks for repeated ones.
@@ -169,7 +169,7 @@ class IndexerK(Compressor):
         cache: Cache,
     ):
         shared = self.allocate()
-        # Behind `ClaimRows`, the kernels that wrote the inputs have ended: `_owns` waits for it.
+        # Behind `ClaimRows`, the kernels that wrote the inputs have ended: `owns` waits for it.
         if tokens.owner == 0:
             cute.arch.griddepcontrol_wait()
         tid, _, _ = cute.arch.thread_idx()
@@ -252,7 +252,7 @@ class IndexerK(Compressor):
         values = data + Int64(row_of_block) * Int64(cache.row_values)
         scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
         if not self._is_repeated(mSlots, tokens, token, slot):
-            if self._owns(tokens, token, slot):
+            if owns(tokens.owner, token, slot):
                 for v in cutlass.range_constexpr(self.config.vectors):
                     channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
                     if channel < head_size:
@@ -362,13 +362,3 @@ class IndexerK(Compressor):
                         found = found | completes(mSlots, tokens, places[k], slot)
             found = dsl.warp_max_b32(found)
         return found != 0
-
-    @cute.jit
-    def _owns(self, tokens: Tokens, token: Int32, slot: Int64) -> bool:
-        """In a long call: whether the slot is this token's. Asked as late as possible, because the
-        answer comes from the kernel before this one."""
-        owner = token
-        if tokens.owner != 0:
-            cute.arch.griddepcontrol_wait()
-            owner = dsl_store.ld_global_b32(tokens.owner + slot * 4)
-        return owner == token

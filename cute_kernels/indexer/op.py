@@ -1,7 +1,7 @@
 """Host side of the indexer's kernels: can they serve a call, and launching them.
 
-A launch is prepared once for calls that differ in addresses only (`prepared.py` keeps
-them). No DSL import at module level: ``why_not`` serves planners and CPU-only machines too.
+A launch is prepared once for calls that differ in addresses only (`prepared.py` keeps them). No DSL
+import at module level: ``why_not`` serves planners and CPU-only machines too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arch import current_device, device_arch
+from cute_kernels.arch import device_arch, on_device
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
 from cute_kernels.indexer.arguments import IndexerK, IndexerQ
@@ -89,9 +89,11 @@ class QLaunch(NamedTuple):
         at_q = index_q.data_ptr()
         if at_q % (2 * CHUNK):
             return None
-        if self.device.index != current_device():
-            with torch.cuda.device(self.device):
-                return self.go(positions, index_q, cos_sin_cache, index_weights)
+        return on_device(self.device, self._go, positions, at_q, cos_sin_cache, index_weights)
+
+    def _go(
+        self, positions: torch.Tensor, at_q: int, cos_sin_cache, index_weights
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         dtype, shape = self.codes
         codes = torch.empty(shape, dtype=dtype, device=self.device)
         weights = torch.empty(self.heads, dtype=torch.float32, device=self.device)
@@ -107,16 +109,8 @@ class QLaunch(NamedTuple):
         return codes, scales, weights
 
 
-def aligned_queries(index_q: torch.Tensor) -> torch.Tensor:
-    """``index_q``, or a copy where its chunks do not allow 16-byte loads."""
-    dense = index_q.stride(2) == 1 and index_q.data_ptr() % (2 * CHUNK) == 0
-    if dense and are_multiples(index_q, CHUNK):
-        return index_q
-    return index_q.clone(memory_format=torch.contiguous_format)
-
-
 def prepare_q(call: IndexerQ) -> QLaunch:
-    """What launches calls like this one, whose index_q is as `aligned_queries` returns it."""
+    """What launches calls like this one, whose index_q allows 16-byte loads."""
     tokens, heads, head_size = call.index_q.shape
     device = call.index_q.device
     arch = device_arch(device.index)
@@ -171,17 +165,14 @@ class KLaunch(NamedTuple):
     cache: tuple[Any, ...]
     aligned: bool
 
-    def go(
+    def go(self, *tensors: torch.Tensor) -> None:
+        """Launch on the device's current stream; tensors as `_go` names them."""
+        on_device(self.device, self._go, *tensors)
+
+    def _go(
         self, state_cache, token_to_seq, positions, slot_mapping, state_block_table, norm_weight,
         cos_sin_cache, k_cache,
     ) -> None:  # fmt: skip
-        """Launch on the device's current stream."""
-        if self.device.index != current_device():
-            with torch.cuda.device(self.device):
-                return self.go(
-                    state_cache, token_to_seq, positions, slot_mapping, state_block_table,
-                    norm_weight, cos_sin_cache, k_cache,
-                )  # fmt: skip
         slots = slot_mapping.contiguous()
         count, span, position, sequence, ratio = self.tokens
         owner = None
@@ -203,7 +194,6 @@ class KLaunch(NamedTuple):
             (norm_weight.data_ptr(), *self.norm),
             (at_cache, int(self.aligned and at_cache % 4 == 0), *self.cache),
         )
-        return None
 
 
 def prepare_k(call: IndexerK) -> KLaunch:
@@ -282,5 +272,4 @@ def _state(call: IndexerK, window: int) -> tuple[Any, ...]:
 
 
 def _compiled(kernel: str, config: Any, device: torch.device, target: str) -> Callable[..., None]:
-    with torch.cuda.device(device):  # a kernel that is new to the process is loaded here
-        return launcher(CompileUnit(kernel, config, target))
+    return on_device(device, launcher, CompileUnit(kernel, config, target))

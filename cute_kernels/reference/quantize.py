@@ -14,10 +14,9 @@ from collections.abc import Iterable
 
 import torch
 
-from cute_kernels.formats import KV_CACHE_DTYPES, ScaleSearch
+from cute_kernels.formats import KV_CACHE_DTYPES, NVFP4_GROUP, ScaleSearch
 from cute_kernels.numerics import e2m1, e4m3, ue8m0, widened
 
-NVFP4_GROUP = 16
 MXFP4_GROUP = 32
 # Constants of the definition: float32(1 / d), exact as Python floats.
 _INVERSE = {4: 0.25, 6: float.fromhex("0x1.555556p-3"), 7: float.fromhex("0x1.24924ap-3")}

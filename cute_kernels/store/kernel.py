@@ -102,6 +102,17 @@ def offset(i: Int32, stride: Int32) -> Int64:
     return Int64(i) * Int64(stride)
 
 
+@cute.jit
+def owns(owners: Int64, token: Int32, slot: Int64) -> bool:
+    """In a long call, where the address of the slots' owners is not 0: whether the slot is this
+    token's. Asked as late as possible, because the answer comes from the kernel before this one."""
+    owner = token
+    if owners != 0:
+        cute.arch.griddepcontrol_wait()
+        owner = dsl_store.ld_global_b32(owners + slot * 4)
+    return owner == token
+
+
 class ClaimSlots:
     """owner[slot] = token for every token, whichever of several comes last.
 
@@ -154,7 +165,7 @@ class StoreKv:
 
     @cute.kernel
     def kernel(self, mSlots: cute.Tensor, key: Side, value: Side, shape: Shape):
-        # Behind `ClaimSlots`, the kernels that wrote K and V have ended: `_owns` waits for it.
+        # Behind `ClaimSlots`, the kernels that wrote K and V have ended: `owns` waits for it.
         if shape.owner == 0:
             cute.arch.griddepcontrol_wait()
         tid, _, _ = cute.arch.thread_idx()
@@ -178,11 +189,11 @@ class StoreKv:
             place = Place(page, row, head, group)
             if is_value == 0:
                 stored = self.quantizers[0](words[0], scales[0])
-                if self._owns(shape, token, slot):
+                if owns(shape.owner, token, slot):
                     self._store(key, stored, place, place)
             if is_value + shape.both != 0:
                 stored = self.quantizers[1](words[1], scales[1])
-                if self._owns(shape, token, slot):
+                if owns(shape.owner, token, slot):
                     self._store(value, stored, place, self._swizzled(shape, place))
 
     def _load(self, side: Side, token: Int32, head: Int32, group: Int32):
@@ -247,16 +258,6 @@ class StoreKv:
         for place, slot in zip(places, slots, strict=True):
             found = found | (Int32(slot == wanted) & Int32(place < tokens))
         return found
-
-    @cute.jit
-    def _owns(self, shape: Shape, token: Int32, slot: Int64) -> bool:
-        """In a long call: whether the slot is this token's. Asked as late as possible, because the
-        answer comes from the kernel before this one."""
-        owner = token
-        if shape.owner != 0:
-            cute.arch.griddepcontrol_wait()
-            owner = dsl_store.ld_global_b32(shape.owner + slot * 4)
-        return owner == token
 
     @cute.jit
     def _swizzled(self, shape: Shape, place: Place) -> Place:

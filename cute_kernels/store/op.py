@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.arch import current_device, device_arch
+from cute_kernels.arch import device_arch, on_device
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
 from cute_kernels.reference.store import block_order
@@ -81,7 +81,7 @@ def run(call: StoreCall) -> StoreLaunch | None:
     if not call.slot_mapping.shape[0] or not call.key[0].numel() or not call.key_cache.numel():
         return None
     slots = call.slot_mapping.contiguous()
-    key, value = (_aligned(x, slots.shape[0]) for x in (call.key, call.value))
+    key, value = (aligned(x, slots.shape[0]) for x in (call.key, call.value))
     launch = _plan(call._replace(key=key, value=value, slot_mapping=slots))
     launch.go(key, value, call.key_cache, call.value_cache, slots, call.k_scale, call.v_scale)
     copied = slots is not call.slot_mapping or key is not call.key or value is not call.value
@@ -94,10 +94,10 @@ def _plan(call: StoreCall) -> StoreLaunch:
     config = make_config(call.kv_cache_dtype, _X_DTYPE_NAMES[call.key.dtype], arch.target)
     capacity = call.key_cache.shape[0] * call.key_cache.shape[1]
     claim = None
-    with torch.cuda.device(device):  # a kernel that is new to the process is loaded here
-        function = launcher(CompileUnit(kernel_name(arch.target), config, arch.target))
-        if tokens > SCANNED_TOKENS:
-            claim = launcher(CompileUnit("store_claim", _CLAIM, arch.target))
+    unit = CompileUnit(kernel_name(arch.target), config, arch.target)
+    function = on_device(device, launcher, unit)
+    if tokens > SCANNED_TOKENS:
+        claim = on_device(device, launcher, CompileUnit("store_claim", _CLAIM, arch.target))
     return StoreLaunch(
         function,
         claim,
@@ -137,11 +137,7 @@ class StoreLaunch:
             self.key.at(at_key, at_key_cache, k_scale),
             self.value.at(at_value, at_value_cache, v_scale),
         )
-        if self.device.index == current_device():
-            self._go(slots, sides)
-        else:
-            with torch.cuda.device(self.device):
-                self._go(slots, sides)
+        on_device(self.device, self._go, slots, sides)
         return True
 
     def _go(self, slots: torch.Tensor, sides: tuple[tuple, tuple]) -> None:
@@ -153,10 +149,11 @@ class StoreLaunch:
         self.function(slots, *sides, (*self.shape[:-1], owner, self.shape[-1]))
 
 
-def _aligned(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """``x``, or a copy of its first rows where they do not allow 16-byte loads."""
-    aligned = x.stride(2) == 1 and x.data_ptr() % 16 == 0 and are_multiples(x, 8)
-    return x if aligned else x[:tokens].clone(memory_format=torch.contiguous_format)
+def aligned(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """``x`` (16-bit), or a copy of its first rows where they do not allow 16-byte loads."""
+    if x.stride(2) == 1 and x.data_ptr() % 16 == 0 and are_multiples(x, 8):
+        return x
+    return x[:tokens].clone(memory_format=torch.contiguous_format)
 
 
 def are_multiples(x: torch.Tensor, elements: int) -> bool:

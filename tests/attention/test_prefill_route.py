@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels import arch
 from cute_kernels.arch import DeviceArch
 from cute_kernels.attention import route_sm90
 from cute_kernels.attention.arguments import validate
@@ -214,7 +215,7 @@ def launched(monkeypatch, inputs: dict, skip_rows: int, capacity: int = 0) -> li
     monkeypatch.setattr(
         op, "launcher", lambda unit: lambda *args: calls.append((unit.config.name, *args))
     )
-    monkeypatch.setattr(launches, "current_device", lambda: None)  # a CPU tensor's index
+    monkeypatch.setattr(arch, "current_device", lambda: None)  # a CPU tensor's index
     monkeypatch.setattr(launches, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -7,7 +7,7 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from cute_kernels import compress_norm_rope_insert, fused_indexer_q_rope_quant
+from cute_kernels import arch, compress_norm_rope_insert, fused_indexer_q_rope_quant
 from cute_kernels.arch import DeviceArch
 from cute_kernels.indexer import interface, op
 from cute_kernels.indexer.arguments import check_k, check_q
@@ -23,6 +23,7 @@ from cute_kernels.indexer.config import (
 )
 from cute_kernels.prepared import PreparedCalls
 from cute_kernels.registry import indexer_contract, indexer_table_markdown
+from cute_kernels.store.op import aligned
 from tests.indexer.helpers import BF16, KCall, KCase, q_arguments
 from tests.indexer.test_q import queries
 from tests.test_house import README, between
@@ -49,7 +50,7 @@ def compiled(monkeypatch):
         return found.setdefault(kernel, (config, Recorder()))[1]
 
     monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 132))
-    monkeypatch.setattr(op, "current_device", lambda: None)
+    monkeypatch.setattr(arch, "current_device", lambda: None)
     monkeypatch.setattr(op, "_compiled", stand_in)
     return found
 
@@ -125,8 +126,8 @@ def test_queries_are_copied_where_chunks_are_not_aligned(compiled):
         (wide[..., ::2][..., :64], False),
         (torch.zeros(3, 4, 33, dtype=BF16)[..., 1:], False),
     ):
-        aligned = op.aligned_queries(x)
-        assert (aligned is x) == same and torch.equal(aligned, x)
+        queries_in = aligned(x, len(x))
+        assert (queries_in is x) == same and torch.equal(queries_in, x)
     call = checked_q(q_arguments(wide[..., :128]))
     launch = op.prepare_q(call)
     assert launch.go(*call[:4]) is not None

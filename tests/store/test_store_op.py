@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import reshape_and_cache
+from cute_kernels import arch, reshape_and_cache
 from cute_kernels.arch import TARGETS, DeviceArch
 from cute_kernels.formats import KV_CACHE_DTYPES, ScaleSearch
 from cute_kernels.prepared import PreparedCalls
@@ -192,13 +192,13 @@ def test_operands_of_a_side():
 def test_inputs_are_copied_only_where_they_must_be():
     wide = torch.zeros(4, 6, 2, 129, dtype=torch.bfloat16)
     for x in (wide[:, 1, :, :128].contiguous(), torch.zeros(4, 6, 2, 64).bfloat16()[:, 3]):
-        assert op._aligned(x, 3) is x
+        assert op.aligned(x, 3) is x
     for x in (
         wide[:, 1, :, :128],
         wide[:, 1, :, :128:2],
         wide[:, 0, :, 1:129].contiguous()[..., 1:],
     ):
-        copy = op._aligned(x, 3)
+        copy = op.aligned(x, 3)
         assert copy.data_ptr() != x.data_ptr() and torch.equal(copy, x[:3])
         assert copy.data_ptr() % 16 == 0
 
@@ -220,7 +220,7 @@ def kernel(monkeypatch, sm90):
     monkeypatch.setattr(interface, "PREPARED", PreparedCalls())
     monkeypatch.setattr(op, "launcher", lambda unit: kernel)
     monkeypatch.setattr(op, "can_run", lambda call: None)
-    monkeypatch.setattr(op, "current_device", lambda: None)  # a CPU tensor's index
+    monkeypatch.setattr(arch, "current_device", lambda: None)  # a CPU tensor's index
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(interface, "_run", op.run)
     return kernel

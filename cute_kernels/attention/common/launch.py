@@ -109,6 +109,18 @@ def scales(at, strides: Strides, sizes: Sizes, softmax_scale: Float32, softcap: 
     )
 
 
+@cute.jit
+def descales_of(scales: Scales, b: Int32, head: Int32):
+    """(K's, V's) of a sequence and KV head, 1 where there are none."""
+    k = Float32(1.0)
+    v = Float32(1.0)
+    if scales.mK.iterator.toint() != 0:
+        k = scales.mK[b, head]
+    if scales.mV.iterator.toint() != 0:
+        v = scales.mV[b, head]
+    return k, v
+
+
 def lengths(at, mCuQ: cute.Tensor, sizes: Sizes) -> Lengths:
     return Lengths(
         mCuQ,

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from cute_kernels.arch import current_device, current_stream
+from cute_kernels.arch import current_stream, on_device
 from cute_kernels.attention.common.counters import counters_for, workspace_for
 
 
@@ -31,11 +31,7 @@ class KernelLaunch:
     arguments: tuple
 
     def go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
-        if self.device.index == current_device():
-            self._go(cu_q, operands)
-        else:
-            with torch.cuda.device(self.device):
-                self._go(cu_q, operands)
+        on_device(self.device, self._go, cu_q, operands)
 
     def _go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
         # The tensor tells TVM-FFI on which device's stream to launch.

@@ -1,28 +1,50 @@
-"""How the operands of a call reach a kernel: addresses, strides, and copies of what is unaligned.
+"""How the operands of a call reach a kernel: strides, sizes, and copies of what is unaligned.
 
 Host code, torch only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from cute_kernels.attention.arguments import AttentionProblem
+from cute_kernels.attention.common.launches import Launch
 from cute_kernels.attention.decode_sm90.config import box_tokens_for_page
 
 _INT32_MAX = 2**31 - 1
 # Stands for "no limit" in a window.
 UNLIMITED = 1 << 30
 
+_L = TypeVar("_L", bound=Launch)
 
-def operand_addresses(problem: AttentionProblem, q, k, v, out, lse) -> tuple[int, ...]:
-    """In the order of ``launches.py``."""
+
+def run_planned(
+    problem: AttentionProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    tile_tokens: int,
+    plan: Callable[..., _L],
+) -> _L | None:
+    """Launch what ``plan(q, k, v, out)`` gives, with copies of operands that no kernel can take.
+
+    Returns:
+        The launch, which serves other addresses as well; None where operands were copied.
+    """
     p = problem
-    rest = (lse, p.sinks, p.k_descale, p.v_descale, p.seqused_k, p.cu_seqlens_k, p.block_table)
-    addresses = tuple(0 if x is None else x.data_ptr() for x in (q, k, v, out, *rest))
-    if p.k_block_scale is None:
-        return addresses
-    return (*addresses, p.k_block_scale.data_ptr(), p.v_block_scale.data_ptr())
+    q, target = aligned_queries(p.q), aligned_output(out)
+    k, v = some_keys(p, tile_tokens)
+    launch = plan(q, k, v, target)
+    operands = [q, k, v, target, lse, p.sinks, p.k_descale, p.v_descale, p.seqused_k,
+                p.cu_seqlens_k, p.block_table]  # fmt: skip
+    if p.k_block_scale is not None:
+        operands += [p.k_block_scale, p.v_block_scale]
+    launch.go(p.cu_seqlens_q, tuple(0 if x is None else x.data_ptr() for x in operands))
+    if target is not out:
+        out.copy_(target)
+    return launch if q is p.q and k is p.k and target is out else None
 
 
 def score_scalars(problem: AttentionProblem) -> tuple[float, float, int, int]:

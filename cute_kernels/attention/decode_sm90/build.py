@@ -43,6 +43,11 @@ def zeros(group):
     return group(*(kind(1) for kind in get_type_hints(group).values()))
 
 
+def query_offsets():
+    """cu_seqlens_q. A tensor among the arguments tells TVM-FFI which device's stream to use."""
+    return make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
+
+
 def compile_decode(config: DecodeConfig, options: str):
     """The compiled launch function; ``options`` are cute.compile's (architecture, TVM-FFI)."""
     addresses_type, strides_type = definition.operand_types(config)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cute_kernels.formats import NVFP4_GROUP
+
 TILE_TOKENS = 64
 WARPGROUP_THREADS = 128
 # What a producer warpgroup keeps when it gives its registers to the consumers.
@@ -14,8 +16,6 @@ PRODUCER_REGISTERS = 40
 
 HEAD_SIZES = (64, 128, 256, 512)
 KV_FORMATS = ("fp8_e4m3", "nvfp4")
-# Head-dim elements that share a block scale of an nvfp4 cache.
-NVFP4_GROUP = 16
 Q_DTYPES = ("bf16", "fp16")
 # Packed query rows (GQA group x query tokens) that one pass over K and V serves.
 ROW_BUCKETS = (8, 16, 32, 64)

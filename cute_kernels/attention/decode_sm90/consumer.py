@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels import dsl
-from cute_kernels.attention.common.launch import Scales
+from cute_kernels.attention.common.launch import Scales, descales_of
 from cute_kernels.attention.common.output import Output, Partial
 from cute_kernels.attention.common.tile_schedule import (
     Chunk,
@@ -166,12 +166,7 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
             if const_expr(not config.loader_only):
                 # Before anything that waits: soon the tiles' loads fill all queues to DRAM.
                 queries = self.fetch_queries(mQ, seq, chunk, head)
-            k_scale = Float32(1.0)
-            v_scale = Float32(1.0)
-            if scales.mK.iterator.toint() != 0:
-                k_scale = scales.mK[b, head]
-            if scales.mV.iterator.toint() != 0:
-                v_scale = scales.mV[b, head]
+            k_scale, v_scale = descales_of(scales, b, head)
             base_scale = scales.softmax_scale * k_scale * (dsl.LOG2_E * self.kv.magnitude)
             if const_expr(config.block_scaled):
                 v_scale = v_scale * self.kv.magnitude

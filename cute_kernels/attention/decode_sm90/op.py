@@ -10,19 +10,16 @@ from functools import cache
 
 import torch
 
-from cute_kernels.arch import device_arch
+from cute_kernels.arch import device_arch, on_device
 from cute_kernels.attention.arguments import AttentionProblem
 from cute_kernels.attention.common.launches import SplitKvLaunch, packed
 from cute_kernels.attention.common.operands import (
     UNLIMITED,
-    aligned_output,
-    aligned_queries,
     cache_obstacle,
-    operand_addresses,
     operand_sizes,
     operand_strides,
+    run_planned,
     score_scalars,
-    some_keys,
 )
 from cute_kernels.attention.decode_sm90.config import (
     HEAD_SIZES,
@@ -100,14 +97,9 @@ def run(
     Returns:
         The launch, which serves other addresses as well; None where operands were copied.
     """
-    q, target_out = aligned_queries(problem.q), aligned_output(out)
-    k, v = some_keys(problem, TILE_TOKENS)
-    launch = _plan(problem, q, k, v, target_out, max_rows)
-    launch.go(problem.cu_seqlens_q, operand_addresses(problem, q, k, v, target_out, lse))
-    if target_out is not out:
-        out.copy_(target_out)
-    copied = q is not problem.q or k is not problem.k or target_out is not out
-    return None if copied else launch
+    return run_planned(
+        problem, out, lse, TILE_TOKENS, lambda *operands: _plan(problem, *operands, max_rows)
+    )
 
 
 def _plan(problem: AttentionProblem, q, k, v, out, max_rows: int) -> SplitKvLaunch:
@@ -118,8 +110,7 @@ def _plan(problem: AttentionProblem, q, k, v, out, max_rows: int) -> SplitKvLaun
     arch = device_arch(q.device.index)
     ctas = grid_ctas(config, arch.sm_count)
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes))
-    with torch.cuda.device(q.device):  # a kernel that is new to the process is loaded here
-        function = compiled(config, arch.target)
+    function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),
         operand_sizes(problem, k),

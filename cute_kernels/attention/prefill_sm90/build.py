@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int32
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.cute.runtime import make_fake_stream
 
-from cute_kernels.attention.decode_sm90.build import addresses, zeros
+from cute_kernels.attention.decode_sm90.build import addresses, query_offsets, zeros
 from cute_kernels.attention.prefill_sm90 import kernel as definition
 from cute_kernels.attention.prefill_sm90.config import PrefillConfig
 from cute_kernels.attention.prefill_sm90.kernel_16_bits import PrefillSm90For16Bits
@@ -14,11 +13,9 @@ from cute_kernels.attention.prefill_sm90.kernel_16_bits import PrefillSm90For16B
 
 def compile_prefill(config: PrefillConfig, options: str):
     """The compiled launch function; ``options`` are cute.compile's (architecture, TVM-FFI)."""
-    # A tensor among the arguments tells TVM-FFI which device's stream to launch on.
-    offsets = make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
     return cute.compile(
         (definition.PrefillSm90 if config.converts else PrefillSm90For16Bits)(config),
-        offsets,
+        query_offsets(),
         addresses(definition.Addresses, definition.Q_TYPES[config.q_dtype]),
         zeros(definition.Strides),
         zeros(definition.Sizes),

@@ -10,11 +10,11 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels import dsl
-from cute_kernels.attention.common.launch import Scales
+from cute_kernels.attention.common.launch import Scales, descales_of
 from cute_kernels.attention.common.output import Output
 from cute_kernels.attention.prefill_sm90.config import TILE_TOKENS
 from cute_kernels.attention.prefill_sm90.epilogue import Epilogue
@@ -30,12 +30,7 @@ class Consumer(QueryLoading, SoftmaxMath, Epilogue, ProductsFp8):
     def run(self, mQ: cute.Tensor, scales: Scales, output: Output):
         item = self.item
         self.set_operand_addresses()
-        k_scale = Float32(1.0)
-        v_scale = Float32(1.0)
-        if scales.mK.iterator.toint() != 0:
-            k_scale = scales.mK[item.b, item.head]
-        if scales.mV.iterator.toint() != 0:
-            v_scale = scales.mV[item.b, item.head]
+        k_scale, v_scale = descales_of(scales, item.b, item.head)
         if item.tiles > 0:
             self.load_queries(mQ, scales.softmax_scale * k_scale * dsl.LOG2_E)
             self.publish_positions()

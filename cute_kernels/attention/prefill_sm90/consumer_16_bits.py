@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels import dsl
-from cute_kernels.attention.common.launch import Scales
+from cute_kernels.attention.common.launch import Scales, descales_of
 from cute_kernels.attention.common.output import (
     Output,
     finish_row,
@@ -123,12 +123,7 @@ class Consumer16Bits(QueryLoading):
     def run(self, mQ: cute.Tensor, scales: Scales, output: Output, done: Int32):
         """Serve the item; ``done``: tiles that have gone through the rings before."""
         item = self.item
-        k_scale = Float32(1.0)
-        v_scale = Float32(1.0)
-        if scales.mK.iterator.toint() != 0:
-            k_scale = scales.mK[item.b, item.head]
-        if scales.mV.iterator.toint() != 0:
-            v_scale = scales.mV[item.b, item.head]
+        k_scale, v_scale = descales_of(scales, item.b, item.head)
         self._load_rows(mQ, scales.softmax_scale * k_scale * dsl.LOG2_E)
         acc, rows = self._make_state()
         if item.tiles > 0:

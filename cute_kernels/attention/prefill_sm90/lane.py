@@ -5,9 +5,9 @@ n = 0 .. rows/8 - 1:
 
 - S^T: tokens 64 h + 16 w + T(g) of the tile and 8 further (T: the operand's token order), rows
   8 n + 2 j, + 1;
-- O^T: some head-dim elements (products.py, products_16_bits.py), the same rows. So the softmax
-  state of a row sits in the lanes that hold its output, and rescaling needs no exchange. At head
-  size 64 a warpgroup has the O^T of half of the rows only, those from ``row_offset`` on.
+- O^T: some head-dim elements (products.py), the same rows. So the softmax state of a row sits in
+  the lanes that hold its output, and rescaling needs no exchange. At head size 64 a warpgroup has
+  the O^T of half of the rows only, those from ``row_offset`` on.
 
 A row's scores are kept relative to a *reference*: some earlier maximum of the row, in log2 units.
 It moves only when a score exceeds it by more than ``HEADROOM``, so the usual tile needs neither

@@ -9,18 +9,15 @@ from functools import cache
 
 import torch
 
-from cute_kernels.arch import device_arch
+from cute_kernels.arch import device_arch, on_device
 from cute_kernels.attention.arguments import AttentionProblem
 from cute_kernels.attention.common.launches import KernelLaunch, WidenedLaunch, packed
 from cute_kernels.attention.common.operands import (
-    aligned_output,
-    aligned_queries,
     cache_obstacle,
-    operand_addresses,
     operand_sizes,
     operand_strides,
+    run_planned,
     score_scalars,
-    some_keys,
 )
 from cute_kernels.attention.decode_sm90.config import box_tokens_for_page
 from cute_kernels.attention.prefill_sm90.config import (
@@ -91,17 +88,13 @@ def run(
     Returns:
         The launch, which serves other addresses as well; None where operands were copied.
     """
-    q, target_out = aligned_queries(problem.q), aligned_output(out)
-    k, v = some_keys(problem, HALF_TOKENS)
-    if capacity:
-        launch = _plan_widened(problem, q, k, v, target_out, skip_rows, capacity)
-    else:
-        launch = _plan(problem, q, k, v, target_out, skip_rows)
-    launch.go(problem.cu_seqlens_q, operand_addresses(problem, q, k, v, target_out, lse))
-    if target_out is not out:
-        out.copy_(target_out)
-    copied = q is not problem.q or k is not problem.k or target_out is not out
-    return None if copied else launch
+
+    def plan(*operands: torch.Tensor) -> KernelLaunch:
+        if capacity:
+            return _plan_widened(problem, *operands, skip_rows, capacity)
+        return _plan(problem, *operands, skip_rows)
+
+    return run_planned(problem, out, lse, HALF_TOKENS, plan)
 
 
 def _plan(problem: AttentionProblem, q, k, v, out, skip_rows: int) -> KernelLaunch:
@@ -111,8 +104,7 @@ def _plan(problem: AttentionProblem, q, k, v, out, skip_rows: int) -> KernelLaun
     ctas = item_bound(problem)
     if not config.converts:
         ctas = min(ctas, arch.sm_count)
-    with torch.cuda.device(q.device):  # a kernel that is new to the process is loaded here
-        function = compiled(config, arch.target)
+    function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),
         operand_sizes(problem, k),
@@ -133,10 +125,9 @@ def _plan_widened(
     # Any tensor: that it is there says that lengths are.
     ragged = problem._replace(k=copy, block_table=None, seqused_k=problem.cu_seqlens_q)
     attention = _plan(ragged, q, copy, copy, out, skip_rows)
-    with torch.cuda.device(q.device):
-        function = launcher(
-            CompileUnit("widen_sm90", WidenConfig(head_size), device_arch(q.device.index).target)
-        )
+    target = device_arch(q.device.index).target
+    unit = CompileUnit("widen_sm90", WidenConfig(head_size), target)
+    function = on_device(q.device, launcher, unit)
     arguments = packed(operand_strides(problem, q, k, v, out), operand_sizes(problem, k))
     left = score_scalars(problem)[2]
     return WidenedLaunch(
