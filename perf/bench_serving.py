@@ -34,6 +34,7 @@ from kvcache import can_run
 from perf import trace
 from perf.command import begin, finish
 from perf.inputs import ROTATED_BYTES
+from perf.providers import varlen_arguments
 from perf.rows import (
     OK,
     Machine,
@@ -45,7 +46,6 @@ from perf.rows import (
 from perf.serving_inputs import (
     PAGE,
     StepInputs,
-    attention_arguments,
     attention_call,
     make_pool,
     make_step,
@@ -114,8 +114,7 @@ def small_step(layer: Layers, dtype: str, device: str) -> StepInputs:
 def check_store(layer: Layers, dtype: str, device: str) -> Measurement:
     """Store once in a small step; the share of bytes that are not the definition's."""
     inputs = small_step(layer, dtype, device)
-    sides = (inputs.attention.k, inputs.attention.v)
-    expected = [side.clone() for side in sides]
+    expected = [side.clone() for side in inputs.pool]
     if dtype == "bf16":
         for cache, new in zip(expected, (inputs.key, inputs.value), strict=True):
             cache.flatten(0, 1)[inputs.slots] = new
@@ -123,7 +122,7 @@ def check_store(layer: Layers, dtype: str, device: str) -> Measurement:
         key, value, _, _, *others = store_arguments(inputs, dtype)
         store_reference(key, value, *expected, *others)
     store_call(inputs, dtype)()
-    pairs = zip(sides, expected, strict=True)
+    pairs = zip(inputs.pool, expected, strict=True)
     different = [(a.view(torch.uint8) != b.view(torch.uint8)).double().mean() for a, b in pairs]
     error = float(max(different))
     return Measurement(f"wrong: {error:.1e} of the bytes differ" if error else OK, error)
@@ -140,7 +139,7 @@ def check_attention(layer: Layers, dtype: str, device: str) -> Measurement:
         warnings.filterwarnings("error", message=".*torch reference")
         store_call(inputs, dtype)()
         attention_call(inputs)()
-    expected = attention_reference(validate(**attention_arguments(inputs)), torch.float64)[0]
+    expected = attention_reference(validate(**varlen_arguments(inputs.attention)), torch.float64)[0]
     difference = inputs.attention.out.double() - expected
     error = float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(expected))
     right = error <= MAX_ERROR[dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,29 +10,27 @@ import torch
 
 from cute_kernels import flash_attn_varlen_func, reshape_and_cache, split_nvfp4
 from perf import trace
-from perf.inputs import CODE_RMS, MAX_SETS, ROTATED_BYTES, InputSet, random_codes
+from perf.inputs import CODE_RMS, MAX_SETS, NVFP4_RMS, ROTATED_BYTES, InputSet, random_codes
 from perf.providers import varlen_arguments
 from perf.timing import Call
 from perf.trace import Layers, Work
 
 PAGE = 64
-# Block scales of random nvfp4 pages are E4M3 codes of 1 to 2; then values of uniformly drawn E2M1
-# codes have this root mean square, and descales bring them to about unit variance.
-_SCALE_CODES = (0x38, 0x40)
-_NVFP4_RMS = 5.0
 
 
 class Pool(NamedTuple):
-    """K and V pages of one layer kind: (pages, PAGE, Hkv, D) in the cache's dtype; nvfp4 has uint8
-    and 9 D / 16 bytes in the place of D."""
+    """K and V pages of one layer kind, as the store takes them: (pages, PAGE, Hkv, D) in the dtype
+    of the cache; nvfp4 has uint8 and 9 D / 16 bytes in the place of D."""
 
     k: torch.Tensor
     v: torch.Tensor
 
 
 class StepInputs(NamedTuple):
-    """attention: arguments of the call. key, value: (total_q, Hkv, D) bf16; slots: (total_q,)."""
+    """attention: arguments of the call, over the pages of pool. key, value: (total_q, Hkv, D) bf16;
+    slots: (total_q,)."""
 
+    pool: Pool
     attention: InputSet
     key: torch.Tensor
     value: torch.Tensor
@@ -57,24 +56,17 @@ def set_count(layer: Layers, step: tuple[Work, ...]) -> int:
 
 def make_pool(layer: Layers, dtype: str, pages: int, generator: torch.Generator) -> Pool:
     shape = (pages, PAGE, layer.config.num_kv_heads, layer.config.head_size)
-    count = pages * PAGE * shape[2] * shape[3]
+    count = math.prod(shape)
     if dtype == "nvfp4":
-        return Pool(*(_nvfp4_side(shape, generator) for _ in "kv"))
+        heads_first = (pages, shape[2], PAGE, shape[3] * 9 // 16)
+        sides = (random_codes(math.prod(heads_first), generator) for _ in "kv")
+        return Pool(*(side.view(heads_first).transpose(1, 2) for side in sides))
     if dtype == "fp8":
         sides = (random_codes(count, generator).view(torch.float8_e4m3fn) for _ in "kv")
     else:
         empty = partial(torch.empty, count, dtype=torch.bfloat16, device=generator.device)
         sides = (empty().normal_(generator=generator) for _ in "kv")
     return Pool(*(side.view(shape) for side in sides))
-
-
-def _nvfp4_side(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    draw = partial(torch.randint, dtype=torch.uint8, generator=generator, device=generator.device)
-    pages, tokens, heads, size = shape
-    side = draw(0, 256, (pages, heads, tokens, size * 9 // 16)).transpose(1, 2)
-    scales = split_nvfp4(side)[1].view(torch.uint8)
-    scales.copy_(draw(*_SCALE_CODES, scales.shape))
-    return side
 
 
 def make_step(layer: Layers, step: tuple[Work, ...], pool: Pool, pages: torch.Tensor) -> StepInputs:
@@ -93,14 +85,16 @@ def make_step(layer: Layers, step: tuple[Work, ...], pool: Pool, pages: torch.Te
     normal = partial(torch.randn, generator=generator, device=device)
     q = normal((total, config.num_q_heads, config.head_size)).bfloat16()
     key, value = (normal((total, config.num_kv_heads, config.head_size)).bfloat16() for _ in "kv")
-    scale = None
-    if pool.k.dtype is not torch.bfloat16:
-        rms = CODE_RMS if pool.k.dtype is torch.float8_e4m3fn else _NVFP4_RMS
-        scale = torch.full((1,), 1 / rms, device=device)
+    scale, kv = None, pool._asdict()
+    if pool.k.dtype is torch.float8_e4m3fn:
+        scale = torch.full((1,), 1 / CODE_RMS, device=device)
+    elif pool.k.dtype is torch.uint8:
+        scale = torch.full((1,), 1 / NVFP4_RMS, device=device)
+        for name, side in pool._asdict().items():
+            kv[name], kv[f"{name}_block_scale"] = split_nvfp4(side)
     attention = InputSet(
+        **kv,
         q=q,
-        k=pool.k,
-        v=pool.v,
         block_table=table.to(device),
         seqused_k=torch.tensor([keys for _, keys in step], dtype=torch.int32, device=device),
         cu_seqlens_q=queries.cumsum(0, dtype=torch.int32).to(device),
@@ -113,27 +107,18 @@ def make_step(layer: Layers, step: tuple[Work, ...], pool: Pool, pages: torch.Te
         softmax_scale=config.head_size**-0.5,
         window_left=-1 if config.sliding_window is None else config.sliding_window - 1,
     )
-    return StepInputs(attention, key, value, torch.cat(slots).to(device))
-
-
-def attention_arguments(inputs: StepInputs) -> dict[str, Any]:
-    """Keyword arguments of `flash_attn_varlen_func`, `out` aside."""
-    arguments = varlen_arguments(inputs.attention)
-    if inputs.attention.k.dtype is torch.uint8:
-        for side in "kv":
-            arguments[side], arguments[f"{side}_block_scale"] = split_nvfp4(arguments[side])
-    return arguments
+    return StepInputs(pool, attention, key, value, torch.cat(slots).to(device))
 
 
 def attention_call(inputs: StepInputs) -> Call:
-    return partial(flash_attn_varlen_func, **attention_arguments(inputs), out=inputs.attention.out)
+    of = inputs.attention
+    return partial(flash_attn_varlen_func, **varlen_arguments(of), out=of.out)
 
 
 def store_arguments(inputs: StepInputs, dtype: str) -> tuple[Any, ...]:
     """Arguments of `reshape_and_cache` into a quantized cache."""
-    of = inputs.attention
-    new = (inputs.key, inputs.value, of.k, of.v, inputs.slots)
-    return (*new, dtype, of.k_descale, of.v_descale)
+    new = (inputs.key, inputs.value, *inputs.pool, inputs.slots)
+    return (*new, dtype, inputs.attention.k_descale, inputs.attention.v_descale)
 
 
 def store_call(inputs: StepInputs, dtype: str) -> Call:
@@ -142,7 +127,7 @@ def store_call(inputs: StepInputs, dtype: str) -> Call:
         return partial(reshape_and_cache, *store_arguments(inputs, dtype))
 
     def copy() -> None:
-        for cache, new in ((inputs.attention.k, inputs.key), (inputs.attention.v, inputs.value)):
+        for cache, new in zip(inputs.pool, (inputs.key, inputs.value), strict=True):
             cache.view(-1, *cache.shape[2:]).index_copy_(0, inputs.slots, new)
 
     return copy
