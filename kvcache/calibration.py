@@ -50,7 +50,7 @@ def save_kv_scales(
 
     if kv_cache_dtype is not None:
         check_has_scales(kv_cache_dtype)
-    if layer_name.format(0) == layer_name.format(1):
+    if _with_index(layer_name, 0) == _with_index(layer_name, 1):
         raise ValueError(f"layer_name: got {layer_name!r}; accepted: with {{}} for the index")
     found = [
         each if isinstance(each, KVScales) else KVScales(*each)
@@ -71,8 +71,19 @@ def save_kv_scales(
     }
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    save_file(tensors, partial, metadata={_DTYPE_KEY: dtype})
-    os.replace(partial, path)  # never half a file under the final name
+    try:
+        save_file(tensors, partial, metadata={_DTYPE_KEY: dtype})
+        os.replace(partial, path)  # never half a file under the final name
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _with_index(layer_name: str, index: int) -> str | None:
+    """None where the name has other fields than one for the index."""
+    try:
+        return layer_name.format(index)
+    except (IndexError, KeyError, ValueError):
+        return None
 
 
 def load_kv_scales(
@@ -111,10 +122,12 @@ def load_kv_scales(
     for layer, found in sides.items():
         if len(found) != len(_SIDES):
             raise ValueError(f"{path}: {layer} has {', '.join(found)}_scale only")
-    scales = {
-        layer: KVScales(**sides[layer], kv_cache_dtype=made_for)
-        for layer in sorted(sides, key=_natural)
-    }
+    scales = {}
+    for layer in sorted(sides, key=_natural):
+        try:
+            scales[layer] = KVScales(**sides[layer], kv_cache_dtype=made_for)
+        except ValueError as error:
+            raise ValueError(f"{path}: {layer}: {error}") from error
     next(iter(scales.values())).check_dtype(kv_cache_dtype or made_for, f"{path}")
     return scales
 

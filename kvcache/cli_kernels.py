@@ -34,14 +34,22 @@ def _parts(value: str) -> list[str]:
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
+def _check_archs(value: str) -> None:
+    """Raises ValueError as `capability_of` does, also for a list of none."""
+    for arch in _parts(value) or [value]:
+        capability_of(arch)
+
+
 def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """A comma-separated list of positive numbers."""
+    """A comma-separated list of positive numbers; of none only where that is the default."""
     try:
         numbers = tuple(map(int, _parts(value)))
     except ValueError as error:
         raise click.BadParameter(f"{value!r} is no list of numbers like 1,2,4") from error
     if any(number < 1 for number in numbers):
         raise click.BadParameter(f"{value!r} has a number below 1")
+    if not numbers and (value or parameter.default):
+        raise click.BadParameter(f"{value!r} has no number in it")
     return numbers
 
 
@@ -55,7 +63,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--arch",
     default="sm_90a",
-    callback=refusing(lambda value: [capability_of(each) for each in _parts(value)]),
+    callback=refusing(_check_archs),
     help="Architectures, like sm_90a,sm_100a.",
 )
 @kv_cache_dtype_option

@@ -282,6 +282,9 @@ def _directory(check: str, directory: Path) -> Finding:
         if all(entry.distrusted for entry in bad):
             mend = "chown it to this user or root, and chmod go-w it"
         return Finding(check, "broken", found, mend)
+    if check == "bundle" and not entries:
+        mend = "build it: kvcache warmup --model config.json --out DIR"
+        return Finding(check, "warning", f"{directory}, 0 kernels: all would be compiled", mend)
     return Finding(check, "ok", f"{directory}, {len(entries)} kernels")
 
 

@@ -22,6 +22,10 @@ from cute_kernels.compile.pool import Outcome, compile_into, default_workers
 @click.option("--workers", default=default_workers, type=click.IntRange(min=1))
 def main(out: Path, target: tuple[str, ...], match: str, workers: int) -> None:
     """Compile the kernels into a directory for CUTE_KERNELS_BUNDLE."""
+    known = sorted({unit.target for unit in all_units()})
+    unknown = [each for each in target if each not in known]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r}; accepted: {', '.join(known)}")
     units = [unit for unit in all_units(target or None) if re.search(match, unit.config.name)]
     if not units:
         raise click.ClickException(f"--match {match!r}: no variant has such a name")

@@ -60,6 +60,9 @@ def test_building_all_that_match_by_command(built, tmp_path):
     command[command.index("--match") + 1] = "no such"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "no variant has such a name" in done.stderr
+    command[-1] = "sm_70"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "'sm_70'; accepted: sm_100a, sm_103a" in done.stderr
 
 
 def test_a_kernel_is_found_and_checks_its_arguments(copy):

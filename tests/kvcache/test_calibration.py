@@ -81,7 +81,7 @@ def test_a_file_that_names_no_dtype_is_believed_to_be_what_the_caller_says(path)
         ({"lm_head.weight": torch.ones(3)}, "holds no k_scale and v_scale"),
         (
             {"a.k_scale": torch.tensor(0.0), "a.v_scale": torch.tensor(1.0)},
-            r"k scale: got \(0\.0,\); accepted: finite",
+            r"scales\.safetensors: a: k scale: got \(0\.0,\); accepted: finite",
         ),
     ),
     ids=("one side", "no scales", "zero"),
@@ -118,6 +118,16 @@ def test_what_cannot_be_saved_is_refused(path, arguments, error, message):
 def test_layer_names_without_an_index_are_refused(path):
     with pytest.raises(ValueError, match="layer_name: got 'model.layers.self_attn'"):
         save_kv_scales(path, SCALES, "fp8", layer_name="model.layers.self_attn")
+    for name in ("x{}{}", "x{layer}", "x{"):
+        with pytest.raises(ValueError, match="layer_name: got"):
+            save_kv_scales(path, SCALES, "fp8", layer_name=name)
+
+
+def test_nothing_is_left_behind_where_the_file_cannot_be(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        save_kv_scales(tmp_path / "taken", SCALES, "fp8")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_layers_get_every_form_of_their_scales():

@@ -232,6 +232,9 @@ def test_directories(user_cache, tmp_path, monkeypatch):
     assert "prune" not in finding.mend
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "none"))
     assert findings(doctor._directories)["bundle"].found == f"{tmp_path / 'none'} is no directory"
+    (tmp_path / "none").mkdir(mode=0o755)
+    finding = findings(doctor._directories)["bundle"]
+    assert finding.status == "warning" and "0 kernels" in finding.found
 
 
 @pytest.mark.parametrize("where", ("/proc/none", "/dev/null/none", "file", "file/none"))
