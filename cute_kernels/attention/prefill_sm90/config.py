@@ -32,7 +32,7 @@ class PrefillConfig:
     kv_format: "fp8_e4m3", or "bf16" or "fp16": the 16-bit kernel, whose MMAs have this type.
     head_size: elements of one head.
     rows: packed query rows (GQA group x query tokens) of one CTA. Of FP8 a multiple of 32, the
-        MMA's N; of 16 bits 128, the MMA's M in two warpgroups.
+        MMA's N; of 16 bits 128, the MMA's M in two warpgroups, or 64, which they share.
     q_dtype: "bf16" or "fp16"; the output has it too.
     box_tokens: tokens of one TMA box, 64, 32 or 16.
     k_stages: tiles of K in flight. v_slots: slots of V in flight.
@@ -106,6 +106,17 @@ class PrefillConfig:
         return self.head_size == 64
 
     @property
+    def shares_rows(self) -> bool:
+        """Of 16 bits: both warpgroups have all rows, each half of the columns of O. At head size
+        512 all of O does not fit into one's registers; both then compute all scores."""
+        return self.rows == 64
+
+    @property
+    def value_columns(self) -> int:
+        """Of 16 bits: columns of O that a warpgroup accumulates."""
+        return self.head_size // 2 if self.shares_rows else self.head_size
+
+    @property
     def value_blocks(self) -> int:
         """64-row blocks of O^T that a warpgroup accumulates."""
         return 1 if self.splits_rows else self.head_size // 128
@@ -138,9 +149,8 @@ _TUNED = {
     128: (128, 2, 4, 4, 4, False, 240),
     64: (128, 2, 4, 4, 4, False, 240),
 }
-# The same for K and V of 16 bits: head size -> (keys of a tile, tiles of K and of V in flight).
-_TUNED_16_BITS = {256: (64, 2), 128: (128, 2), 64: (128, 2)}
-_ROWS_16_BITS = 128
+# The same for K and V of 16 bits: head size -> (rows, keys of a tile, tiles of K and V in flight).
+_TUNED_16_BITS = {512: (64, 64, 1), 256: (128, 64, 2), 128: (128, 128, 2), 64: (128, 128, 2)}
 
 
 def head_sizes(kv_format: str) -> tuple[int, ...]:
@@ -150,7 +160,8 @@ def head_sizes(kv_format: str) -> tuple[int, ...]:
 
 def rows_of(head_size: int, kv_format: str = "fp8_e4m3") -> int:
     """Packed query rows of one CTA."""
-    return _TUNED[head_size][0] if kv_format == "fp8_e4m3" else _ROWS_16_BITS
+    tuned = _TUNED if kv_format == "fp8_e4m3" else _TUNED_16_BITS
+    return tuned[head_size][0]
 
 
 def decode_rows(head_size: int) -> int:
@@ -168,10 +179,9 @@ def make_config(
             kv_format, head_size, rows, q_dtype, box_tokens, k_stages, v_slots, score_steps,
             value_steps, overlap, registers,
         )  # fmt: skip
-    tile, stages = _TUNED_16_BITS[head_size]
+    rows, tile, stages = _TUNED_16_BITS[head_size]
     return PrefillConfig(
-        kv_format, head_size, _ROWS_16_BITS, q_dtype, box_tokens, stages, stages, 0, 0, False, 240,
-        tile,
+        kv_format, head_size, rows, q_dtype, box_tokens, stages, stages, 0, 0, False, 240, tile,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The two consumer warpgroups of the 16-bit kernel: S = Q K^T and O += P V, queries as M.
 
-A warpgroup serves 64 of the item's 128 rows and shares nothing with the other but K and V. With
+A warpgroup serves 64 of the item's 128 rows and shares nothing with the other but K and V. (At head
+size 512 both serve the same 64 rows, each half of the columns of O, and both compute S.) With
 lane = 4 g + j a lane of warp w has rows 16 w + g and 8 further, of every 8 columns the two from
 2 j on, in S and in O. So a row is 4 lanes', and P is the second product's A operand as it is.
 
@@ -32,7 +33,11 @@ from cute_kernels.attention.common.output import (
 )
 from cute_kernels.attention.common.tile_schedule import query_token
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
-from cute_kernels.attention.prefill_sm90.config import CONSUMER_THREADS, PrefillConfig
+from cute_kernels.attention.prefill_sm90.config import (
+    CONSUMER_THREADS,
+    CONSUMER_WARPS,
+    PrefillConfig,
+)
 from cute_kernels.attention.prefill_sm90.lane import HEADROOM, Rings
 from cute_kernels.attention.prefill_sm90.products import accumulator
 from cute_kernels.attention.prefill_sm90.queries import QueryLoading
@@ -107,12 +112,24 @@ class Consumer16Bits(QueryLoading):
         self.rings, self.softcap, self.turns = rings, softcap, Turns()
         self.scales_queries = config.mma_dtype == "fp16"
         self.pack = dsl.pack_f16x2 if config.mma_dtype == "fp16" else dsl.pack_bf16x2
-        self.row = 16 * self.index + self.g
+        # First row and column of the warp.
+        self.warp_row = 16 * (self.warp if config.shares_rows else self.index)
+        self.column = self.half * config.value_columns if config.shares_rows else Int32(0)
+        self.row = self.warp_row + self.g
 
     def _warpgroup_barrier(self):
         cute.arch.barrier(
             barrier_id=self.half + int(NamedBarrier.WARPGROUP), number_of_threads=WARPGROUP_THREADS
         )
+
+    def _queries_barrier(self):
+        """Of the warps that share queries."""
+        if self.config.shares_rows:
+            cute.arch.barrier(
+                barrier_id=int(NamedBarrier.WARPGROUP), number_of_threads=CONSUMER_THREADS
+            )
+        else:
+            self._warpgroup_barrier()
 
     def store_query_words(self, row: Int32, unit: int, words):
         """16 bytes of a row: elements 64 (unit / 2) + 16 j + 8 (unit % 2) on."""
@@ -131,17 +148,18 @@ class Consumer16Bits(QueryLoading):
         self._write_output(output, acc, rows, v_scale)
 
     def _load_rows(self, mQ: cute.Tensor, base_scale: Float32):
-        """The warp's own 16 rows: they and their output stay with the warp."""
-        rows = [16 * self.index + 8 * i + self.g for i in range(2)]
+        """The warp's own 16 rows, or 8 of the shared ones."""
+        count = self.config.rows // CONSUMER_WARPS
+        rows = [count * self.index + 8 * i + self.g for i in range(count // 8)]
         loaded = [self.read_query_row(mQ, row) for row in rows]
         for row, words in zip(rows, loaded, strict=True):
             self.store_query_row(mQ, base_scale, row, words)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self._warpgroup_barrier()
+        self._queries_barrier()
 
     def _make_state(self) -> tuple[cute.Tensor, Rows]:
-        acc = cute.make_rmem_tensor((self.config.head_size // 2,), Float32)
-        for i in range(self.config.head_size // 2):
+        acc = cute.make_rmem_tensor((self.config.value_columns // 2,), Float32)
+        for i in range(self.config.value_columns // 2):
             acc[i] = Float32(0.0)
         rows = Rows(*(cute.make_rmem_tensor((2,), Float32) for _ in Rows._fields))
         for r in range(2):
@@ -181,7 +199,7 @@ class Consumer16Bits(QueryLoading):
             # ptxas moves the wait in front of the exponentials unless a branch lies between.
             if moved != 0:
                 warpgroup.wait_group(0)
-                for i in cutlass.range_constexpr(config.head_size // 2):
+                for i in cutlass.range_constexpr(config.value_columns // 2):
                     acc[i] = acc[i] * rows.rKeep[(i // 2) % 2]
             warpgroup.wait_group(0)
             self.arrive(self.rings.v_empty + before % stages)
@@ -196,7 +214,7 @@ class Consumer16Bits(QueryLoading):
         config, mma = self.config, self.add_scores
         cute.arch.mbarrier_wait(self.rings.k_full + slot, phase)
         thread = mma.get_slice(0)
-        sQ = cute.local_tile(self.smem.sQ, (64, config.head_size), (self.half, 0))
+        sQ = cute.local_tile(self.smem.sQ, (64, config.head_size), (self.warp_row // 64, 0))
         tQ = mma.make_fragment_A(thread.partition_A(sQ))
         tK = mma.make_fragment_B(thread.partition_B(self.smem.sK))
         target = accumulator(rS, 0, config.tile_tokens // 8)
@@ -211,8 +229,10 @@ class Consumer16Bits(QueryLoading):
         config, mma = self.config, self.add_values
         cute.arch.mbarrier_wait(self.rings.v_full + slot, phase)
         self._clear_dead_values(self.item.start + config.tile_tokens * t, slot)
-        tV = mma.make_fragment_B(mma.get_slice(0).partition_B(self.smem.sV))
-        target = accumulator(acc, 0, config.head_size // 8)
+        columns = (config.value_columns, config.tile_tokens, config.v_slots)
+        sV = cute.local_tile(self.smem.sV, columns, (self.column // config.value_columns, 0, 0))
+        tV = mma.make_fragment_B(mma.get_slice(0).partition_B(sV))
+        target = accumulator(acc, 0, config.value_columns // 8)
         warpgroup.fence()
         for k in range(config.tile_tokens // 16):
             cute.gemm(mma, target, rP[None, None, k], tV[None, None, k, slot], target)
@@ -332,8 +352,8 @@ class Consumer16Bits(QueryLoading):
         """Normalised rows through the warp's part of the queries' memory, so that stores are whole
         lines; their LSE."""
         item, config = self.item, self.config
-        # All MMAs of the warpgroup have read the queries.
-        self._warpgroup_barrier()
+        # All MMAs have read the queries.
+        self._queries_barrier()
         for r in cutlass.range_constexpr(2):
             total = rows.rSum[r]
             for step in cutlass.range_constexpr(2):
@@ -344,16 +364,20 @@ class Consumer16Bits(QueryLoading):
             row = self.row + 8 * r
             token, query_head = self._token_and_head(row)
             final = finish_row(reference, total, sink_of_head(output, query_head), v_scale)
-            if (self.j == 0) & (item.first_row + row < item.rows_end):
+            if (self.j == 0) & (self.column == 0) & (item.first_row + row < item.rows_end):
                 store_lse(output, token, query_head, final.lse)
-            at = self.smem.q + row * 128 + 4 * self.j
-            for n in cutlass.range_constexpr(config.head_size // 8):
+            at = self._staged(row, self.column) + 4 * self.j
+            for n in cutlass.range_constexpr(config.value_columns // 8):
                 low, high = acc[4 * n + 2 * r], acc[4 * n + 2 * r + 1]
                 word = pack_output(output.mO, low * final.factor, high * final.factor)
                 block = (n // 8) * (config.rows * 128)
                 dsl.st_shared_b32(at + block + ((n % 8) ^ self.g) * 16, word)
         cute.arch.sync_warp()
         self._store_rows(output)
+
+    def _staged(self, row: Int32, column: Int32) -> Int32:
+        """Where a row's elements from ``column``, a multiple of 64, on lie; units are swizzled."""
+        return self.smem.q + (column // 64) * (self.config.rows * 128) + row * 128
 
     def _token_and_head(self, row_in_item: Int32):
         """Query token and head of a row, for the output's layout."""
@@ -366,17 +390,19 @@ class Consumer16Bits(QueryLoading):
     def _store_rows(self, output: Output):
         """The warp's 16 rows, 8 bytes a lane."""
         config = self.config
-        pieces = const_expr(config.head_size // 4)
+        pieces = const_expr(config.value_columns // 4)
         for i in cutlass.range_constexpr(16 * pieces // 32):
             piece = 32 * i + self.lane
-            row = 16 * self.index + piece // pieces
-            element = 4 * (piece % pieces)
+            row = self.warp_row + piece // pieces
+            element = self.column + 4 * (piece % pieces)
             if self.item.first_row + row < self.item.rows_end:
                 token, query_head = self._token_and_head(row)
-                unit = (element // 8) % 8
-                at = self.smem.q + (element // 64) * (config.rows * 128) + row * 128
-                at = at + (unit ^ (row % 8)) * 16 + (element % 8) * 2
+                unit = ((element // 8) % 8) ^ (row % 8)
+                at = self._staged(row, element & -64) + unit * 16 + (element % 8) * 2
                 words = dsl.ld_shared_b32x2(at)
                 address = output_address(output, token, query_head, element)
                 dsl.st_global_b32x2(Int64(address), *words)
-        cute.arch.sync_warp()
+        if const_expr(config.shares_rows):
+            self._queries_barrier()
+        else:
+            cute.arch.sync_warp()

@@ -5,9 +5,10 @@ Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_
 page_size a multiple of the variant's ``box_tokens``. A ragged K or V (total_k, kv_heads, D) is one
 page of total_k tokens.
 
-One CTA serves ``rows`` packed query rows of one sequence and KV head (schedule.py) with a producer
-warp and two consumer warpgroups over tiles of 128 keys. Warpgroup h scores half h of a tile and
-adds half of the head-dim rows of O^T; the probabilities cross through shared memory.
+One CTA serves items, ``rows`` packed query rows of one sequence and KV head each (schedule.py),
+with a producer warp and two consumer warpgroups over tiles of 128 keys. Warpgroup h scores half h
+of a tile and adds half of the head-dim rows of O^T; the probabilities cross through shared memory.
+The producer brings the next item's first tiles while the last rows are written.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from cute_kernels.attention.prefill_sm90.consumer import Consumer
 from cute_kernels.attention.prefill_sm90.lane import ConsumerSmem, Rings
 from cute_kernels.attention.prefill_sm90.layout import make_layout
 from cute_kernels.attention.prefill_sm90.producer import PrefillProducer
-from cute_kernels.attention.prefill_sm90.schedule import Shape, find_item
+from cute_kernels.attention.prefill_sm90.schedule import Shape, find_item, item_number
 
 Q_TYPES = {"bf16": BFloat16, "fp16": Float16}
 
@@ -59,8 +60,7 @@ class Addresses(NamedTuple):
 class Scalars(NamedTuple):
     """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none).
 
-    skip_rows: sequences of at most so many packed rows are not written. ctas: of the grid, of FP8
-    at least as many as there are items.
+    skip_rows: sequences of at most so many packed rows are not written. ctas: of the grid.
     """
 
     softmax_scale: Float32
@@ -72,6 +72,8 @@ class Scalars(NamedTuple):
 
 
 class PrefillSm90:
+    consumer = Consumer
+
     def __init__(self, config: PrefillConfig):
         self.config = config
         self.layout = make_layout(config)
@@ -140,32 +142,63 @@ class PrefillSm90:
     ):
         config = self.config
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         index = cute.arch.make_warp_uniform(tid // 32)
         rings, smem = self._allocate()
         if tid == 0:
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
             self._init_rings(rings)
-            for buffer in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(smem.p_full + buffer, CONSUMER_WARPS)
+            self._init_consumers(smem)
             cute.arch.mbarrier_init_fence()
-        if tid < 2 * CONSUMER_WARPS:
-            dsl.st_shared_b32(smem.flags + 4 * tid, Int32(-1))
-        item = find_item(lengths, shape, cta, config.rows)
         cute.arch.sync_threads()
         if index >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(config.producer_registers)
-            if (index == CONSUMER_WARPS) & (item.tiles > 0) & (item.live != 0):
-                producer = PrefillProducer(config, lengths, source, item)
+            if index == CONSUMER_WARPS:
                 k, v = TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV)
-                producer.run(rings, k, v, Int32(0))
+                self._produce(rings, k, v, lengths, shape, source)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
             self._set_accumulation(mmas)
+            self._consume(mmas, rings, smem, mQ, scales, lengths, shape, output)
+
+    @cute.jit
+    def _produce(self, rings, k: TmaOperand, v: TmaOperand, lengths: Lengths, shape: Shape, source):
+        done, turn, live = Int32(0), Int32(0), Int32(1)
+        while live != 0:
+            item = self._item(lengths, shape, turn)
+            if (item.live != 0) & (item.tiles > 0):
+                PrefillProducer(self.config, lengths, source, item).run(rings, k, v, done)
+            done = done + item.tiles
+            turn = turn + 1
+            live = item.live
+
+    @cute.jit
+    def _consume(
+        self, mmas, rings, smem, mQ, scales: Scales, lengths: Lengths, shape: Shape, output: Output
+    ):
+        done, turn, live = Int32(0), Int32(0), Int32(1)
+        while live != 0:
+            item = self._item(lengths, shape, turn)
             if item.live != 0:
-                consumer = Consumer(config, mmas, shape, item, rings, smem, scales.softcap)
-                consumer.run(mQ, scales, output)
+                consumer = self.consumer(
+                    self.config, mmas, shape, item, rings, smem, scales.softcap
+                )
+                consumer.run(mQ, scales, output, done)
+            done = done + item.tiles
+            turn = turn + 1
+            live = item.live
+
+    def _item(self, lengths: Lengths, shape: Shape, turn: Int32):
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        number = item_number(cta, ctas, turn)
+        return find_item(lengths, shape, number, self.config.rows, self.config.tile_tokens)
+
+    def _init_consumers(self, smem: ConsumerSmem):
+        for buffer in range(2):
+            cute.arch.mbarrier_init(smem.p_full + buffer, CONSUMER_WARPS)
+        for i in range(2 * CONSUMER_WARPS):
+            dsl.st_shared_b32(smem.flags + 4 * i, Int32(-1))
 
     def _set_accumulation(self, mmas):
         begin_scores, add_scores, add_values = mmas

@@ -3,8 +3,8 @@
 An *item* is one chunk of ``rows`` packed query rows (query token x group member) of one sequence,
 for one KV head. Items are numbered sequence by sequence, within a sequence from its last chunk to
 its first, so that under a causal mask the long ones start early; KV heads are innermost, so that
-the CTAs beside each other share what they read. The launch has a CTA for as many items as the
-host's bounds allow; those past the last item leave at once.
+the CTAs beside each other share what they read. A CTA serves one item after the other: number
+``cta`` of the grid's first round, then, back and forth, one of each further round.
 
 Nothing here reads the host, and nothing of an item depends on the rest of the batch: a sequence's
 bits are the same whatever its neighbours are.
