@@ -133,12 +133,13 @@ def smem_bytes(config: PrefillConfig) -> int:
     slots = config.slots_per_tile * config.k_stages + config.v_slots
     ring = slots * (config.slot_bytes + 2 * 8)
     queries = rows * config.head_size * 2
+    mailbox = 11 * 4 + 4 + 2 * 8  # padding included
     if not config.converts:
-        return ring + queries + rows * 8  # scale and reference of each row
+        return ring + queries + rows * 8 + mailbox  # scale and reference of each row
     probabilities = 2 * rows * TILE_TOKENS * 2
     # maxima of 8 warps; scale and reference of each row; its position; flags
     tables = rows * (CONSUMER_WARPS * 4 + 8 + 4) + 2 * CONSUMER_WARPS * 4
-    return ring + queries + probabilities + tables + 2 * 8
+    return ring + queries + probabilities + tables + 2 * 8 + mailbox
 
 
 # head size -> (rows, K stages, V slots, score steps, value steps, overlap, consumer registers).

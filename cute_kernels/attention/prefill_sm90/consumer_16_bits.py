@@ -31,7 +31,6 @@ from cute_kernels.attention.common.output import (
     sink_of_head,
     store_lse,
 )
-from cute_kernels.attention.common.tile_schedule import query_token
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
 from cute_kernels.attention.prefill_sm90.config import (
     CONSUMER_THREADS,
@@ -362,7 +361,7 @@ class Consumer16Bits(QueryLoading):
             if rows.rHeadroom[r] == dsl.NEG_INF:
                 reference = Float32(dsl.NEG_INF)
             row = self.row + 8 * r
-            token, query_head = self._token_and_head(row)
+            token, query_head = self.token_and_head(row)
             final = finish_row(reference, total, sink_of_head(output, query_head), v_scale)
             if (self.j == 0) & (self.column == 0) & (item.first_row + row < item.rows_end):
                 store_lse(output, token, query_head, final.lse)
@@ -379,13 +378,6 @@ class Consumer16Bits(QueryLoading):
         """Where a row's elements from ``column``, a multiple of 64, on lie; units are swizzled."""
         return self.smem.q + (column // 64) * (self.config.rows * 128) + row * 128
 
-    def _token_and_head(self, row_in_item: Int32):
-        """Query token and head of a row, for the output's layout."""
-        group = self.shape.group
-        row = self.clamped_row(row_in_item)
-        token = query_token(self.shape, row)
-        return self.item.q_start + token, self.item.head * group + row - token * group
-
     @cute.jit
     def _store_rows(self, output: Output):
         """The warp's 16 rows, 8 bytes a lane."""
@@ -396,7 +388,7 @@ class Consumer16Bits(QueryLoading):
             row = self.warp_row + piece // pieces
             element = self.column + 4 * (piece % pieces)
             if self.item.first_row + row < self.item.rows_end:
-                token, query_head = self._token_and_head(row)
+                token, query_head = self.token_and_head(row)
                 unit = ((element // 8) % 8) ^ (row % 8)
                 at = self._staged(row, element & -64) + unit * 16 + (element % 8) * 2
                 words = dsl.ld_shared_b32x2(at)

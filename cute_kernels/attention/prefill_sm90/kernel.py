@@ -36,7 +36,15 @@ from cute_kernels.attention.prefill_sm90.consumer import Consumer
 from cute_kernels.attention.prefill_sm90.lane import ConsumerSmem, Rings
 from cute_kernels.attention.prefill_sm90.layout import make_layout
 from cute_kernels.attention.prefill_sm90.producer import PrefillProducer
-from cute_kernels.attention.prefill_sm90.schedule import Shape, find_item, item_number
+from cute_kernels.attention.prefill_sm90.schedule import (
+    Item,
+    Mailbox,
+    Shape,
+    collect,
+    find_item,
+    item_number,
+    post,
+)
 
 Q_TYPES = {"bf16": BFloat16, "fp16": Float16}
 
@@ -143,11 +151,13 @@ class PrefillSm90:
         config = self.config
         tid, _, _ = cute.arch.thread_idx()
         index = cute.arch.make_warp_uniform(tid // 32)
-        rings, smem = self._allocate()
+        rings, smem, mailbox = self._allocate()
         if tid == 0:
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
             self._init_rings(rings)
+            cute.arch.mbarrier_init(mailbox.full, 1)
+            cute.arch.mbarrier_init(mailbox.empty, CONSUMER_WARPS)
             self._init_consumers(smem)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -155,30 +165,55 @@ class PrefillSm90:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if index == CONSUMER_WARPS:
                 k, v = TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV)
-                self._produce(rings, k, v, lengths, shape, source)
+                self._produce(rings, mailbox, k, v, mQ, lengths, shape, source)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
             self._set_accumulation(mmas)
-            self._consume(mmas, rings, smem, mQ, scales, lengths, shape, output)
+            self._consume(mmas, rings, smem, mailbox, mQ, scales, shape, output)
 
     @cute.jit
-    def _produce(self, rings, k: TmaOperand, v: TmaOperand, lengths: Lengths, shape: Shape, source):
+    def _produce(
+        self,
+        rings,
+        mailbox: Mailbox,
+        k: TmaOperand,
+        v: TmaOperand,
+        mQ: cute.Tensor,
+        lengths: Lengths,
+        shape: Shape,
+        source: PagedSource,
+    ):
+        config = self.config
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
         done, turn, live = Int32(0), Int32(0), Int32(1)
         while live != 0:
-            item = self._item(lengths, shape, turn)
+            number = item_number(cta, ctas, turn)
+            item = find_item(lengths, shape, number, config.rows, config.tile_tokens)
+            post(mailbox, item, turn)
             if (item.live != 0) & (item.tiles > 0):
-                PrefillProducer(self.config, lengths, source, item).run(rings, k, v, done)
+                producer = PrefillProducer(config, lengths, source, item)
+                producer.prefetch_queries(mQ, shape)
+                producer.run(rings, k, v, done)
             done = done + item.tiles
             turn = turn + 1
             live = item.live
 
     @cute.jit
     def _consume(
-        self, mmas, rings, smem, mQ, scales: Scales, lengths: Lengths, shape: Shape, output: Output
+        self,
+        mmas,
+        rings,
+        smem,
+        mailbox: Mailbox,
+        mQ: cute.Tensor,
+        scales: Scales,
+        shape: Shape,
+        output: Output,
     ):
         done, turn, live = Int32(0), Int32(0), Int32(1)
         while live != 0:
-            item = self._item(lengths, shape, turn)
+            item = collect(mailbox, turn)
             if item.live != 0:
                 consumer = self.consumer(
                     self.config, mmas, shape, item, rings, smem, scales.softcap
@@ -187,12 +222,6 @@ class PrefillSm90:
             done = done + item.tiles
             turn = turn + 1
             live = item.live
-
-    def _item(self, lengths: Lengths, shape: Shape, turn: Int32):
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        number = item_number(cta, ctas, turn)
-        return find_item(lengths, shape, number, self.config.rows, self.config.tile_tokens)
 
     def _init_consumers(self, smem: ConsumerSmem):
         for buffer in range(2):
@@ -230,6 +259,10 @@ class PrefillSm90:
         v_full, v_empty = array(Int64, v_slots, 8), array(Int64, v_slots, 8)
         return Rings(k, k_full, k_empty, v, v_full, v_empty)
 
+    def _allocate_mailbox(self, array) -> Mailbox:
+        words = array(Int32, len(Item._fields), 16)
+        return Mailbox(words.toint(), array(Int64, 1, 8), array(Int64, 1, 8))
+
     def _operand(self, pointer: cute.Pointer, layout) -> cute.Tensor:
         """Shared memory as an MMA operand."""
         pointer = cute.recast_ptr(pointer, layout.inner, dtype=self.mma_type)
@@ -254,7 +287,7 @@ class PrefillSm90:
         p_shape = (rows, TILE_TOKENS, 2)
         sP = self._operand(p, cute.tile_to_shape(k_major, p_shape, order=(0, 1, 2)))
         tables = [x.toint() for x in (q, p, maxima, reference, position, flags)]
-        return rings, ConsumerSmem(*tables, p_full, sQ, sP)
+        return rings, ConsumerSmem(*tables, p_full, sQ, sP), self._allocate_mailbox(array)
 
 
 def shared_arrays():

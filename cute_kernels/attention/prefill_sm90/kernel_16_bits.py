@@ -11,10 +11,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_kernels.attention.common.launch import Scales
 from cute_kernels.attention.common.output import Output
-from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.prefill_sm90.consumer_16_bits import Consumer16Bits, Smem, Turns
 from cute_kernels.attention.prefill_sm90.kernel import PrefillSm90, shared_arrays
-from cute_kernels.attention.prefill_sm90.schedule import Shape
+from cute_kernels.attention.prefill_sm90.schedule import Mailbox, Shape
 
 
 class PrefillSm90For16Bits(PrefillSm90):
@@ -36,11 +35,19 @@ class PrefillSm90For16Bits(PrefillSm90):
 
     @cute.jit
     def _consume(
-        self, mmas, rings, smem, mQ, scales: Scales, lengths: Lengths, shape: Shape, output: Output
+        self,
+        mmas,
+        rings,
+        smem: Smem,
+        mailbox: Mailbox,
+        mQ: cute.Tensor,
+        scales: Scales,
+        shape: Shape,
+        output: Output,
     ):
         turns = Turns()
         turns.open()
-        super()._consume(mmas, rings, smem, mQ, scales, lengths, shape, output)
+        super()._consume(mmas, rings, smem, mailbox, mQ, scales, shape, output)
         turns.close()
 
     def _init_consumers(self, smem: Smem):
@@ -59,10 +66,11 @@ class PrefillSm90For16Bits(PrefillSm90):
         n_major = warpgroup.make_smem_layout_atom(kinds.MN_SW128, self.mma_type)
         k_layout = cute.tile_to_shape(k_major, (tile, D, config.k_stages), order=(0, 1, 2))
         v_layout = cute.tile_to_shape(n_major, (D, tile, config.v_slots), order=(1, 0, 2))
-        return rings, Smem(
+        smem = Smem(
             q.toint(),
             reference.toint(),
             self._operand(q, cute.tile_to_shape(k_major, (rows, D), order=(0, 1))),
             self._operand(k, k_layout),
             self._operand(v, v_layout),
         )
+        return rings, smem, self._allocate_mailbox(array)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import Lengths
@@ -12,10 +12,11 @@ from cute_kernels.attention.decode_sm90.producer import PagedSource, Producer, T
 from cute_kernels.attention.prefill_sm90.config import PrefillConfig
 from cute_kernels.attention.prefill_sm90.lane import Rings
 from cute_kernels.attention.prefill_sm90.layout import make_layout
-from cute_kernels.attention.prefill_sm90.schedule import Item
+from cute_kernels.attention.prefill_sm90.schedule import Item, Shape, token_and_head
 
 # CTAs beside each other read the same pages: L2 treats them as any data (createpolicy).
 EVICT_NORMAL = 0x1000000000000000
+L2_LINE = 128
 
 
 class PrefillProducer(Producer):
@@ -67,6 +68,16 @@ class PrefillProducer(Producer):
         else:
             in_page = token + self.lengths.mCuK[item.b]
         return page, in_page
+
+    @cute.jit
+    def prefetch_queries(self, mQ: cute.Tensor, shape: Shape):
+        """The item's rows to L2, while the consumers are still at the item before."""
+        rows, lines = self.config.rows, self.config.head_size * 2 // L2_LINE
+        for begin in cutlass.range_constexpr(0, rows * lines, 32):
+            line = begin + cute.arch.lane_idx()
+            token, head = token_and_head(self.item, shape, line // lines)
+            element = cute.crd2idx((token, head, (line % lines) * (L2_LINE // 2)), mQ.layout)
+            dsl.prefetch_l2(mQ.iterator.toint() + 2 * Int64(element))
 
     @cute.jit
     def run(self, rings: Rings, k: TmaOperand, v: TmaOperand, done: Int32):
