@@ -35,15 +35,13 @@ from cute_kernels.attention.prefill_sm90.config import (
 from cute_kernels.attention.prefill_sm90.consumer import Consumer
 from cute_kernels.attention.prefill_sm90.lane import ConsumerSmem, Rings
 from cute_kernels.attention.prefill_sm90.layout import make_layout
+from cute_kernels.attention.prefill_sm90.mailbox import Mailbox, collect, post
 from cute_kernels.attention.prefill_sm90.producer import PrefillProducer
 from cute_kernels.attention.prefill_sm90.schedule import (
     Item,
-    Mailbox,
     Shape,
-    collect,
     find_item,
     item_number,
-    post,
 )
 
 Q_TYPES = {"bf16": BFloat16, "fp16": Float16}

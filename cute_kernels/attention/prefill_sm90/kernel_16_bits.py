@@ -13,7 +13,8 @@ from cute_kernels.attention.common.launch import Scales
 from cute_kernels.attention.common.output import Output
 from cute_kernels.attention.prefill_sm90.consumer_16_bits import Consumer16Bits, Smem, Turns
 from cute_kernels.attention.prefill_sm90.kernel import PrefillSm90, shared_arrays
-from cute_kernels.attention.prefill_sm90.schedule import Mailbox, Shape
+from cute_kernels.attention.prefill_sm90.mailbox import Mailbox
+from cute_kernels.attention.prefill_sm90.schedule import Shape
 
 
 class PrefillSm90For16Bits(PrefillSm90):

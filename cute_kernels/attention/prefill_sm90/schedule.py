@@ -61,15 +61,6 @@ class Item(NamedTuple):
     low: Int32
 
 
-class Mailbox(NamedTuple):
-    """Where the producer leaves the item of a turn for the consumers: shared address of its words,
-    and mbarriers: ``full`` (one arrival), ``empty`` (8 warps)."""
-
-    words: Int32
-    full: cute.Pointer
-    empty: cute.Pointer
-
-
 class View(NamedTuple):
     """Keys [low, high) that every row of the item sees: tiles inside need no mask."""
 
@@ -176,27 +167,6 @@ def view_of(item: Item, shape: Shape) -> View:
         cutlass.max(last - shape.window_left, Int32(0)),
         cutlass.min(first + shape.window_right + 1, item.used),
     )
-
-
-@cute.jit
-def post(mailbox: Mailbox, item: Item, turn: Int32):
-    """Leave a turn's item, once the one before has been collected; for one whole warp."""
-    cute.arch.mbarrier_wait(mailbox.empty, (turn & 1) ^ 1)
-    if cute.arch.lane_idx() == 0:
-        for i in cutlass.range_constexpr(len(Item._fields)):
-            dsl.st_shared_b32(mailbox.words + 4 * i, item[i])
-        cute.arch.mbarrier_arrive(mailbox.full)
-
-
-@cute.jit
-def collect(mailbox: Mailbox, turn: Int32) -> Item:
-    """A turn's item; for each consumer warp, once."""
-    cute.arch.mbarrier_wait(mailbox.full, turn & 1)
-    item = Item(*(dsl.ld_shared_b32(mailbox.words + 4 * i) for i in range(len(Item._fields))))
-    cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(mailbox.empty)
-    return item
 
 
 def clamped_row(item: Item, row_in_item: Int32) -> Int32:
