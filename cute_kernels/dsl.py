@@ -218,12 +218,6 @@ def st_global_f32x2(address: Int64, x: Float32, y: Float32, *, loc=None, ip=None
     _asm([], [address, x, y], ptx, "l,f,f,~{memory}", True, loc, ip)
 
 
-@dsl_user_op
-def prefetch_l2(address: Int64, *, loc=None, ip=None):
-    """The line with a byte."""
-    _asm([], [address], "prefetch.global.L2 [$0];", "l", True, loc, ip)
-
-
 # ---- conversions ---------------------------------------------------------------------------
 
 

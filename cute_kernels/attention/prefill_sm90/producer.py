@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_kernels import dsl
+from cute_kernels import dsl, dsl_store
 from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource, Producer, TmaOperand
 from cute_kernels.attention.prefill_sm90.config import PrefillConfig
@@ -77,7 +77,7 @@ class PrefillProducer(Producer):
             line = begin + cute.arch.lane_idx()
             token, head = token_and_head(self.item, shape, line // lines)
             element = cute.crd2idx((token, head, (line % lines) * (L2_LINE // 2)), mQ.layout)
-            dsl.prefetch_l2(mQ.iterator.toint() + 2 * Int64(element))
+            dsl_store.prefetch_l2(mQ.iterator.toint() + 2 * Int64(element))
 
     @cute.jit
     def run(self, rings: Rings, k: TmaOperand, v: TmaOperand, done: Int32):
