@@ -23,7 +23,7 @@ TABLE = support_table()
 MAX_STACK_BYTES = {64: 16, 128: 128, 256: 128, 512: 32}
 # Of the 16-bit kernel only that producer spills, and at head size 512 addresses of the output.
 MAX_STACK_BYTES_16_BITS = 32
-MAX_STACK_BYTES_16_BITS_D512 = 64
+MAX_STACK_BYTES_16_BITS_D512 = 160
 
 
 def compiled(report: Report, config: PrefillConfig | widen_sm90.WidenConfig) -> Report:

@@ -173,27 +173,23 @@ class Consumer16Bits(QueryLoading):
     def _walk(self, acc: cute.Tensor, rows: Rows, done: Int32):
         """O and sums of all tiles, for the rows' final references."""
         config, item = self.config, self.item
-        stages, tile = config.k_stages, config.tile_tokens
+        tile = config.tile_tokens
         view = view_of(item, self.shape)
         rS = cute.make_rmem_tensor((tile // 2,), Float32)
         kind = self.add_values.op.a_dtype
         rP = cute.make_rmem_tensor(((2, 2, 2), 1, tile // 16), kind)
         self.turns.wait()
-        self._scores(rS, done % stages, (done // stages) & 1)
+        self._scores(rS, done)
         self.turns.hand_over()
-        warpgroup.wait_group(0)
-        self.arrive(self.rings.k_empty + done % stages)
+        self._finish_scores(done, 0)
         self._softmax(rS, rows, item.start, view)
         self._store_probabilities(rS, rP)
         for t in cutlass.range(1, item.tiles, unroll=1):
-            now = done + t
-            before = now - 1
             self.turns.wait()
-            self._scores(rS, now % stages, (now // stages) & 1)
-            self._values(acc, rP, t - 1, before % stages, (before // stages) & 1)
+            self._scores(rS, done + t)
+            self._values(acc, rP, t - 1, done)
             self.turns.hand_over()
-            warpgroup.wait_group(1)
-            self.arrive(self.rings.k_empty + now % stages)
+            self._finish_scores(done + t, 1)
             moved = self._softmax(rS, rows, item.start + tile * t, view)
             # ptxas moves the wait in front of the exponentials unless a branch lies between.
             if moved != 0:
@@ -201,36 +197,59 @@ class Consumer16Bits(QueryLoading):
                 for i in cutlass.range_constexpr(config.value_columns // 2):
                     acc[i] = acc[i] * rows.rKeep[(i // 2) % 2]
             warpgroup.wait_group(0)
-            self.arrive(self.rings.v_empty + before % stages)
+            self.arrive(self.rings.v_empty + self._value_slot(done + t - 1)[0])
             self._store_probabilities(rS, rP)
-        last = done + item.tiles - 1
-        self._values(acc, rP, item.tiles - 1, last % stages, (last // stages) & 1)
+        self._values(acc, rP, item.tiles - 1, done)
         warpgroup.wait_group(0)
-        self.arrive(self.rings.v_empty + last % stages)
+        self.arrive(self.rings.v_empty + self._value_slot(done + item.tiles - 1)[0])
 
-    def _scores(self, rS: cute.Tensor, slot: Int32, phase: Int32):
-        """Issue S = Q K^T of the warpgroup's rows: raw products."""
+    def _score_slot(self, number: Int32, part: int):
+        """Slot and phase of a part of tile ``number`` of K."""
+        slots = self.config.k_slots
+        at = self.config.slots_per_tile * number + part
+        return at % slots, (at // slots) & 1
+
+    def _value_slot(self, number: Int32):
+        """Slot and phase of what the warpgroup reads of tile ``number`` of V."""
+        tiles = self.config.v_slots // self.config.slots_per_tile
+        slot = number % tiles
+        if self.config.shares_rows:
+            slot = self.config.slots_per_tile * slot + self.half
+        return slot, (number // tiles) & 1
+
+    def _scores(self, rS: cute.Tensor, number: Int32):
+        """Issue S = Q K^T of tile ``number``: raw products, a group of MMAs for each slot."""
         config, mma = self.config, self.add_scores
-        cute.arch.mbarrier_wait(self.rings.k_full + slot, phase)
         thread = mma.get_slice(0)
         sQ = cute.local_tile(self.smem.sQ, (64, config.head_size), (self.warp_row // 64, 0))
         tQ = mma.make_fragment_A(thread.partition_A(sQ))
         tK = mma.make_fragment_B(thread.partition_B(self.smem.sK))
         target = accumulator(rS, 0, config.tile_tokens // 8)
-        warpgroup.fence()
-        for k in range(config.head_size // 16):
-            which = self.begin_scores if k == 0 else mma
-            cute.gemm(which, target, tQ[None, None, k], tK[None, None, k, slot], target)
-        warpgroup.commit_group()
+        steps = config.head_size // 16 // config.slots_per_tile
+        for part in range(config.slots_per_tile):
+            slot, phase = self._score_slot(number, part)
+            cute.arch.mbarrier_wait(self.rings.k_full + slot, phase)
+            warpgroup.fence()
+            for k in range(steps):
+                at = part * steps + k
+                which = self.begin_scores if at == 0 else mma
+                cute.gemm(which, target, tQ[None, None, at], tK[None, None, k, slot], target)
+            warpgroup.commit_group()
 
-    def _values(self, acc: cute.Tensor, rP: cute.Tensor, t: Int32, slot: Int32, phase: Int32):
+    def _finish_scores(self, number: Int32, behind: int):
+        """Wait for the scores, behind which so many groups were issued; hand the slots back."""
+        parts = self.config.slots_per_tile
+        for part in range(parts):
+            warpgroup.wait_group(parts - 1 - part + behind)
+            self.arrive(self.rings.k_empty + self._score_slot(number, part)[0])
+
+    def _values(self, acc: cute.Tensor, rP: cute.Tensor, t: Int32, done: Int32):
         """Issue O += P V of tile t."""
         config, mma = self.config, self.add_values
+        slot, phase = self._value_slot(done + t)
         cute.arch.mbarrier_wait(self.rings.v_full + slot, phase)
         self._clear_dead_values(self.item.start + config.tile_tokens * t, slot)
-        columns = (config.value_columns, config.tile_tokens, config.v_slots)
-        sV = cute.local_tile(self.smem.sV, columns, (self.column // config.value_columns, 0, 0))
-        tV = mma.make_fragment_B(mma.get_slice(0).partition_B(sV))
+        tV = mma.make_fragment_B(mma.get_slice(0).partition_B(self.smem.sV))
         target = accumulator(acc, 0, config.value_columns // 8)
         warpgroup.fence()
         for k in range(config.tile_tokens // 16):
@@ -325,9 +344,9 @@ class Consumer16Bits(QueryLoading):
     def _clear_dead_values(self, first_token: Int32, slot: Int32):
         """Zero V of tokens that no row may see: P is 0 there, but 0 * NaN is NaN.
 
-        Each warpgroup clears all of them, so that it need not wait for the other, which may be
-        reading: what it finds are zeros already. The fence is for the MMAs, which read through the
-        async proxy, and for the TMA that reuses the slot.
+        Each warpgroup clears all that it reads, so that it need not wait for the other, which may
+        be reading too: what it finds are zeros already. The fence is for the MMAs, which read
+        through the async proxy, and for the TMA that reuses the slot.
         """
         config, item = self.config, self.item
         tokens = const_expr(config.tile_tokens)
@@ -339,7 +358,7 @@ class Consumer16Bits(QueryLoading):
             in_slot = thread % tokens
             token = first_token + in_slot
             if (token < item.low) | (token >= item.used):
-                for i in cutlass.range_constexpr(config.head_bytes // 16 // threads_a_token):
+                for i in cutlass.range_constexpr(config.value_columns // 8 // threads_a_token):
                     unit = thread // tokens + threads_a_token * i
                     at = base + in_slot * 128 + (unit // 8) * (tokens * 128) + (unit % 8) * 16
                     dsl.st_shared_b32x4(at, zero, zero, zero, zero)

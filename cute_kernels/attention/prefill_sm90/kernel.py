@@ -234,25 +234,28 @@ class PrefillSm90:
         add_values.set(warpgroup.Field.ACCUMULATE, True)
 
     def _init_rings(self, rings: Rings):
-        """Mbarriers of the rings; of FP8 each warpgroup has slots of K for itself."""
-        slots = self.config.slots_per_tile
-        for slot in range(slots * self.config.k_stages):
+        """Mbarriers of the rings. Of FP8 each warpgroup has slots of K for itself; where they share
+        rows, slots of V."""
+        config = self.config
+        half = CONSUMER_WARPS // 2
+        k_readers = half if config.converts else CONSUMER_WARPS
+        v_readers = half if config.shares_rows else CONSUMER_WARPS
+        for slot in range(config.k_slots):
             cute.arch.mbarrier_init(rings.k_full + slot, 1)
-            cute.arch.mbarrier_init(rings.k_empty + slot, CONSUMER_WARPS // slots)
-        for slot in range(self.config.v_slots):
+            cute.arch.mbarrier_init(rings.k_empty + slot, k_readers)
+        for slot in range(config.v_slots):
             cute.arch.mbarrier_init(rings.v_full + slot, 1)
-            cute.arch.mbarrier_init(rings.v_empty + slot, CONSUMER_WARPS)
+            cute.arch.mbarrier_init(rings.v_empty + slot, v_readers)
 
     def _allocate_slots(self, array) -> tuple[cute.Pointer, cute.Pointer]:
         """Of K and of V. What needs 1024-byte alignment comes first, or padding costs memory."""
         config = self.config
-        k_slots, v_slots = config.slots_per_tile * config.k_stages, config.v_slots
-        k = array(Uint8, k_slots * config.slot_bytes, 1024)
-        return k, array(Uint8, v_slots * config.slot_bytes, 1024)
+        k = array(Uint8, config.k_slots * config.slot_bytes, 1024)
+        return k, array(Uint8, config.v_slots * config.slot_bytes, 1024)
 
     def _allocate_barriers(self, array, k: cute.Pointer, v: cute.Pointer) -> Rings:
         config = self.config
-        k_slots, v_slots = config.slots_per_tile * config.k_stages, config.v_slots
+        k_slots, v_slots = config.k_slots, config.v_slots
         k_full, k_empty = array(Int64, k_slots, 8), array(Int64, k_slots, 8)
         v_full, v_empty = array(Int64, v_slots, 8), array(Int64, v_slots, 8)
         return Rings(k, k_full, k_empty, v, v_full, v_empty)

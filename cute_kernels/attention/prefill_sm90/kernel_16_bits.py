@@ -65,8 +65,9 @@ class PrefillSm90For16Bits(PrefillSm90):
         kinds = warpgroup.SmemLayoutAtomKind
         k_major = warpgroup.make_smem_layout_atom(kinds.K_SW128, self.mma_type)
         n_major = warpgroup.make_smem_layout_atom(kinds.MN_SW128, self.mma_type)
-        k_layout = cute.tile_to_shape(k_major, (tile, D, config.k_stages), order=(0, 1, 2))
-        v_layout = cute.tile_to_shape(n_major, (D, tile, config.v_slots), order=(1, 0, 2))
+        columns = config.value_columns  # of a slot of K, too
+        k_layout = cute.tile_to_shape(k_major, (tile, columns, config.k_slots), order=(0, 1, 2))
+        v_layout = cute.tile_to_shape(n_major, (columns, tile, config.v_slots), order=(1, 0, 2))
         smem = Smem(
             q.toint(),
             reference.toint(),

@@ -82,9 +82,10 @@ class ProductsFp8(ConsumerLane):
         Hands the slot back. With ``overlap`` the last MMAs are left in flight.
         """
         config, layout, rings = self.config, self.layout, self.rings
-        stage = number % config.k_stages
+        stages = config.k_slots // 2
+        stage = number % stages
         slot = 2 * stage + self.half
-        cute.arch.mbarrier_wait(rings.k_full + slot, (number // config.k_stages) & 1)
+        cute.arch.mbarrier_wait(rings.k_full + slot, (number // stages) & 1)
         base = self.k_address + 2 * stage * config.slot_bytes
         target = accumulator(rS, 0, self.row_blocks)
         tQ = self.add_scores.make_fragment_B(self.add_scores.get_slice(0).partition_B(self.smem.sQ))
