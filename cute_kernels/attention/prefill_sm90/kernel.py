@@ -32,11 +32,12 @@ from cute_kernels.attention.prefill_sm90.config import (
     TILE_TOKENS,
     PrefillConfig,
 )
-from cute_kernels.attention.prefill_sm90.consumer import Consumer
+from cute_kernels.attention.prefill_sm90.consumer import Ahead, Consumer, Operands
 from cute_kernels.attention.prefill_sm90.lane import ConsumerSmem, Rings
 from cute_kernels.attention.prefill_sm90.layout import make_layout
-from cute_kernels.attention.prefill_sm90.mailbox import Mailbox, collect, post
+from cute_kernels.attention.prefill_sm90.mailbox import Mailbox, post
 from cute_kernels.attention.prefill_sm90.producer import PrefillProducer
+from cute_kernels.attention.prefill_sm90.queries import query_rounds
 from cute_kernels.attention.prefill_sm90.schedule import (
     Item,
     Shape,
@@ -78,8 +79,6 @@ class Scalars(NamedTuple):
 
 
 class PrefillSm90:
-    consumer = Consumer
-
     def __init__(self, config: PrefillConfig):
         self.config = config
         self.layout = make_layout(config)
@@ -209,17 +208,25 @@ class PrefillSm90:
         shape: Shape,
         output: Output,
     ):
-        done, turn, live = Int32(0), Int32(0), Int32(1)
+        operands = Operands(mQ, scales, output, mailbox)
+        fields, config = len(Item._fields), self.config
+        ahead = Ahead(
+            cute.make_rmem_tensor((fields,), Int32),
+            cute.make_rmem_tensor((query_rounds(config) * config.head_size // 8,), Int32),
+            cute.make_rmem_tensor((1,), Float32),
+        )
+        none = Item(*[Int32(0)] * fields)
+        Consumer(config, mmas, shape, none, rings, smem, scales.softcap).look_ahead(
+            operands, ahead, Int32(0)
+        )
+        done, turn, live = Int32(0), Int32(0), ahead.item[0]
         while live != 0:
-            item = collect(mailbox, turn)
-            if item.live != 0:
-                consumer = self.consumer(
-                    self.config, mmas, shape, item, rings, smem, scales.softcap
-                )
-                consumer.run(mQ, scales, output, done)
+            item = Item(*(ahead.item[i] for i in range(fields)))
+            consumer = Consumer(config, mmas, shape, item, rings, smem, scales.softcap)
+            consumer.run(operands, ahead, turn, done)
             done = done + item.tiles
             turn = turn + 1
-            live = item.live
+            live = ahead.item[0]
 
     def _init_consumers(self, smem: ConsumerSmem):
         for buffer in range(2):
