@@ -41,7 +41,6 @@ class PrefillConfig:
     overlap: of FP8, leave a tile's last scores in flight while the values before it are started.
     consumer_registers: registers of a consumer thread (setmaxnreg).
     tile_tokens: keys of a tile.
-    in_flight: of FP8, MMA groups in flight while the next one's operands are converted.
     """
 
     kv_format: str
@@ -56,7 +55,6 @@ class PrefillConfig:
     overlap: bool
     consumer_registers: int
     tile_tokens: int = TILE_TOKENS
-    in_flight: int = 1
 
     @property
     def name(self) -> str:
@@ -145,14 +143,13 @@ def smem_bytes(config: PrefillConfig) -> int:
     return ring + queries + probabilities + tables + 2 * 8 + mailbox
 
 
-# head size -> (rows, K slots, V slots, score steps, value steps, overlap, consumer registers, MMA
-# groups in flight).
+# head size -> (rows, K slots, V slots, score steps, value steps, overlap, consumer registers).
 # The best of what was tried on an H200; smaller rings and fewer rows are slower.
 _TUNED = {
-    512: (64, 2, 2, 1, 1, True, 232, 3),
-    256: (96, 4, 2, 4, 2, True, 240, 1),
-    128: (128, 4, 4, 4, 4, False, 240, 1),
-    64: (128, 4, 4, 4, 4, False, 240, 1),
+    512: (64, 2, 2, 2, 2, True, 232),
+    256: (96, 4, 2, 4, 2, True, 240),
+    128: (128, 4, 4, 2, 2, False, 240),
+    64: (128, 4, 4, 2, 2, False, 240),
 }
 # The same for K and V of 16 bits: head size -> (rows, keys of a tile, K slots, V slots).
 _TUNED_16_BITS = {
@@ -184,10 +181,10 @@ def make_config(
 ) -> PrefillConfig:
     """The tuned variant for a head size, query dtype, TMA box and cache format."""
     if kv_format == "fp8_e4m3":
-        rows, k_slots, v_slots, *steps, overlap, registers, in_flight = _TUNED[head_size]
+        rows, k_slots, v_slots, score_steps, value_steps, overlap, registers = _TUNED[head_size]
         return PrefillConfig(
-            kv_format, head_size, rows, q_dtype, box_tokens, k_slots, v_slots, *steps, overlap,
-            registers, in_flight=in_flight,
+            kv_format, head_size, rows, q_dtype, box_tokens, k_slots, v_slots, score_steps,
+            value_steps, overlap, registers,
         )  # fmt: skip
     rows, tile, k_slots, v_slots = _TUNED_16_BITS[head_size]
     return PrefillConfig(

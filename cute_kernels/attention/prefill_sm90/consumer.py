@@ -7,11 +7,10 @@ group by group, and between two groups a share of the exponentials is done.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels import dsl
@@ -20,71 +19,29 @@ from cute_kernels.attention.common.output import Output
 from cute_kernels.attention.prefill_sm90.config import TILE_TOKENS
 from cute_kernels.attention.prefill_sm90.epilogue import Epilogue
 from cute_kernels.attention.prefill_sm90.lane import Place, Softmax
-from cute_kernels.attention.prefill_sm90.mailbox import Mailbox, collect
 from cute_kernels.attention.prefill_sm90.products import ProductsFp8
 from cute_kernels.attention.prefill_sm90.queries import QueryLoading
-from cute_kernels.attention.prefill_sm90.schedule import Item, View, view_of
+from cute_kernels.attention.prefill_sm90.schedule import View, view_of
 from cute_kernels.attention.prefill_sm90.softmax import SoftmaxMath
-
-
-class Operands(NamedTuple):
-    """What consumers read and write beside the rings."""
-
-    mQ: cute.Tensor
-    scales: Scales
-    output: Output
-    mailbox: Mailbox
-
-
-class Ahead(NamedTuple):
-    """Registers of what comes next: the item's fields, and of its queries the lane's words and
-    the factor of all scores."""
-
-    item: cute.Tensor
-    queries: cute.Tensor
-    scale: cute.Tensor
 
 
 class Consumer(QueryLoading, SoftmaxMath, Epilogue, ProductsFp8):
     @cute.jit
-    def run(self, operands: Operands, ahead: Ahead, turn: Int32, done: Int32):
+    def run(self, mQ: cute.Tensor, scales: Scales, output: Output, done: Int32):
         """Serve the item; ``done``: tiles that have gone through the rings before."""
-        item, mQ, output = self.item, operands.mQ, operands.output
+        item = self.item
         self.set_operand_addresses()
-        _, v_scale = descales_of(operands.scales, item.b, item.head)
+        k_scale, v_scale = descales_of(scales, item.b, item.head)
         if item.tiles > 0:
-            self.store_queries(mQ, ahead.scale[0], ahead.queries)
+            self.load_queries(mQ, scales.softmax_scale * k_scale * dsl.LOG2_E)
             self.publish_positions()
             cute.arch.fence_proxy("async.shared", space="cta")
             self.barrier()
             acc, state = self.make_state()
             self.walk(acc, state, done)
-            self.look_ahead(operands, ahead, turn + 1)
             self.write_output(output, acc, state, v_scale)
         else:
-            self.look_ahead(operands, ahead, turn + 1)
             self.write_rows_without_keys(output)
-
-    @cute.jit
-    def look_ahead(self, operands: Operands, ahead: Ahead, turn: Int32):
-        """Ask for the item of turn ``turn`` and for its queries, which arrive meanwhile."""
-        item = collect(operands.mailbox, turn)
-        for i in cutlass.range_constexpr(len(Item._fields)):
-            ahead.item[i] = item[i]
-        # Else the old ones would be kept in registers for where nothing is fetched.
-        ahead.scale[0] = Float32(0.0)
-        for i in cutlass.range_constexpr(cute.size(ahead.queries)):
-            ahead.queries[i] = Int32(0)
-        if (item.live != 0) & (item.tiles > 0):
-            scales = operands.scales
-            k_scale, _ = descales_of(scales, item.b, item.head)
-            ahead.scale[0] = scales.softmax_scale * k_scale * dsl.LOG2_E
-            self.of(item).fetch_queries(operands.mQ, ahead.queries)
-
-    def of(self, item: Item) -> Consumer:
-        """The same lane, for another item."""
-        mmas = (self.begin_scores, self.add_scores, self.add_values)
-        return type(self)(self.config, mmas, self.shape, item, self.rings, self.smem, self.softcap)
 
     @cute.jit
     def walk(self, acc: cute.Tensor, state: Softmax, done: Int32):

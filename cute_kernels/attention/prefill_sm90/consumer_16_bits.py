@@ -44,10 +44,12 @@ from cute_kernels.attention.prefill_sm90.schedule import Item, Shape, View, view
 
 
 class NamedBarrier(IntEnum):
-    """Two each: one a warpgroup."""
+    """Two each of the first: one a warpgroup. QUERIES: of both, where they share rows; one of them
+    may be there while the other still meets on its own."""
 
     WARPGROUP = 1
     TURN = 3
+    QUERIES = 5
 
 
 class Smem(NamedTuple):
@@ -125,7 +127,7 @@ class Consumer16Bits(QueryLoading):
         """Of the warps that share queries."""
         if self.config.shares_rows:
             cute.arch.barrier(
-                barrier_id=int(NamedBarrier.WARPGROUP), number_of_threads=CONSUMER_THREADS
+                barrier_id=int(NamedBarrier.QUERIES), number_of_threads=CONSUMER_THREADS
             )
         else:
             self._warpgroup_barrier()

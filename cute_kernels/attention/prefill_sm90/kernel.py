@@ -27,17 +27,17 @@ from cute_kernels.attention.common.output import Output
 from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource, TmaOperand
 from cute_kernels.attention.prefill_sm90.config import (
+    CONSUMER_THREADS,
     CONSUMER_WARPS,
     THREADS,
     TILE_TOKENS,
     PrefillConfig,
 )
-from cute_kernels.attention.prefill_sm90.consumer import Ahead, Consumer, Operands
+from cute_kernels.attention.prefill_sm90.consumer import Consumer
 from cute_kernels.attention.prefill_sm90.lane import ConsumerSmem, Rings
 from cute_kernels.attention.prefill_sm90.layout import make_layout
-from cute_kernels.attention.prefill_sm90.mailbox import Mailbox, post
+from cute_kernels.attention.prefill_sm90.mailbox import Mailbox, collect, post
 from cute_kernels.attention.prefill_sm90.producer import PrefillProducer
-from cute_kernels.attention.prefill_sm90.queries import query_rounds
 from cute_kernels.attention.prefill_sm90.schedule import (
     Item,
     Shape,
@@ -79,6 +79,8 @@ class Scalars(NamedTuple):
 
 
 class PrefillSm90:
+    consumer = Consumer
+
     def __init__(self, config: PrefillConfig):
         self.config = config
         self.layout = make_layout(config)
@@ -154,7 +156,7 @@ class PrefillSm90:
             cpasync.prefetch_descriptor(atomV)
             self._init_rings(rings)
             cute.arch.mbarrier_init(mailbox.full, 1)
-            cute.arch.mbarrier_init(mailbox.empty, CONSUMER_WARPS)
+            cute.arch.mbarrier_init(mailbox.empty, CONSUMER_THREADS)
             self._init_consumers(smem)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -208,25 +210,17 @@ class PrefillSm90:
         shape: Shape,
         output: Output,
     ):
-        operands = Operands(mQ, scales, output, mailbox)
-        fields, config = len(Item._fields), self.config
-        ahead = Ahead(
-            cute.make_rmem_tensor((fields,), Int32),
-            cute.make_rmem_tensor((query_rounds(config) * config.head_size // 8,), Int32),
-            cute.make_rmem_tensor((1,), Float32),
-        )
-        none = Item(*[Int32(0)] * fields)
-        Consumer(config, mmas, shape, none, rings, smem, scales.softcap).look_ahead(
-            operands, ahead, Int32(0)
-        )
-        done, turn, live = Int32(0), Int32(0), ahead.item[0]
+        done, turn, live = Int32(0), Int32(0), Int32(1)
         while live != 0:
-            item = Item(*(ahead.item[i] for i in range(fields)))
-            consumer = Consumer(config, mmas, shape, item, rings, smem, scales.softcap)
-            consumer.run(operands, ahead, turn, done)
+            item = collect(mailbox, turn)
+            if item.live != 0:
+                consumer = self.consumer(
+                    self.config, mmas, shape, item, rings, smem, scales.softcap
+                )
+                consumer.run(mQ, scales, output, done)
             done = done + item.tiles
             turn = turn + 1
-            live = ahead.item[0]
+            live = item.live
 
     def _init_consumers(self, smem: ConsumerSmem):
         for buffer in range(2):

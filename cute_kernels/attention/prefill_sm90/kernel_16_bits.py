@@ -6,18 +6,20 @@ K and V are the B operands as they lie in shared memory; see kernel.py for shape
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_kernels.attention.common.launch import Scales
 from cute_kernels.attention.common.output import Output
 from cute_kernels.attention.prefill_sm90.consumer_16_bits import Consumer16Bits, Smem, Turns
 from cute_kernels.attention.prefill_sm90.kernel import PrefillSm90, shared_arrays
-from cute_kernels.attention.prefill_sm90.mailbox import Mailbox, collect
+from cute_kernels.attention.prefill_sm90.mailbox import Mailbox
 from cute_kernels.attention.prefill_sm90.schedule import Shape
 
 
 class PrefillSm90For16Bits(PrefillSm90):
+    consumer = Consumer16Bits
+
     def _mmas(self):
         """Of a tile's first scores, its other scores, its values: 64 rows by keys or elements."""
         config, k_major = self.config, OperandMajorMode.K
@@ -46,17 +48,7 @@ class PrefillSm90For16Bits(PrefillSm90):
     ):
         turns = Turns()
         turns.open()
-        done, turn, live = Int32(0), Int32(0), Int32(1)
-        while live != 0:
-            item = collect(mailbox, turn)
-            if item.live != 0:
-                consumer = Consumer16Bits(
-                    self.config, mmas, shape, item, rings, smem, scales.softcap
-                )
-                consumer.run(mQ, scales, output, done)
-            done = done + item.tiles
-            turn = turn + 1
-            live = item.live
+        super()._consume(mmas, rings, smem, mailbox, mQ, scales, shape, output)
         turns.close()
 
     def _init_consumers(self, smem: Smem):

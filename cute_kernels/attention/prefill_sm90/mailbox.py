@@ -14,7 +14,8 @@ from cute_kernels.attention.prefill_sm90.schedule import Item
 
 class Mailbox(NamedTuple):
     """Where the producer leaves the item of a turn for the consumers: shared address of its words,
-    and mbarriers: ``full`` (one arrival), ``empty`` (8 warps)."""
+    and mbarriers: ``full`` (one arrival), ``empty`` (one of each consumer thread, all of which read
+    the words)."""
 
     words: Int32
     full: cute.Pointer
@@ -33,10 +34,8 @@ def post(mailbox: Mailbox, item: Item, turn: Int32):
 
 @cute.jit
 def collect(mailbox: Mailbox, turn: Int32) -> Item:
-    """A turn's item; for each consumer warp, once."""
+    """A turn's item; for each consumer thread, once."""
     cute.arch.mbarrier_wait(mailbox.full, turn & 1)
     item = Item(*(dsl.ld_shared_b32(mailbox.words + 4 * i) for i in range(len(Item._fields))))
-    cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(mailbox.empty)
+    cute.arch.mbarrier_arrive(mailbox.empty)
     return item

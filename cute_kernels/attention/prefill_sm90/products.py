@@ -98,39 +98,29 @@ class ProductsFp8(ConsumerLane):
                 address = (base ^ 64) + (p // 2) * layout.block_bytes
             return dsl.ld_shared_b32x4(address), dsl.ld_shared_b32x4(address + 8 * layout.row_bytes)
 
-        groups = [(p, at) for p in range(passes) for at in range(0, 4, steps)]
-        loaded, coming = load(0), None
-
-        def operand(i: int):
-            """A of MMA group i; what comes next from shared memory is asked for."""
-            nonlocal loaded, coming
-            p, first = groups[i]
-            low, high = loaded
-            rA, words = _operand(steps)
-            for s in range(steps):
-                words[4 * s], words[4 * s + 2] = dsl.e4m3x4_to_f16x4(low[first + s])
-                words[4 * s + 1], words[4 * s + 3] = dsl.e4m3x4_to_f16x4(high[first + s])
-            if first + steps >= 3 and coming is None and p + 1 < passes:
-                coming = load(p + 1)
-            if first + steps == 4:
-                loaded, coming = coming, None
-            return rA
-
-        for i, (p, first) in enumerate(groups):
-            rA = operand(i)
-            warpgroup.fence()
-            for s in range(steps):
-                mma = self.begin_scores if i + s == 0 else self.add_scores
-                at = 4 * p + first + s
-                cute.gemm(mma, target, rA[None, None, s], tQ[None, None, at], target)
-            warpgroup.commit_group()
-            if i + 1 == len(groups):
-                if config.overlap:
-                    warpgroup.wait_group(1)
-                self.arrive(rings.k_empty + slot)
-                if config.overlap:
-                    return
-            warpgroup.wait_group(min(i + 1, config.in_flight))
+        ahead = load(0)
+        for p in range(passes):
+            low, high = ahead
+            for part in range(4 // steps):
+                last = part == 4 // steps - 1
+                rA, words = _operand(steps)
+                for s in range(steps):
+                    at = part * steps + s
+                    words[4 * s], words[4 * s + 2] = dsl.e4m3x4_to_f16x4(low[at])
+                    words[4 * s + 1], words[4 * s + 3] = dsl.e4m3x4_to_f16x4(high[at])
+                if last and p + 1 < passes:
+                    ahead = load(p + 1)
+                warpgroup.fence()
+                for s in range(steps):
+                    at = part * steps + s
+                    mma = self.begin_scores if p + at == 0 else self.add_scores
+                    cute.gemm(mma, target, rA[None, None, s], tQ[None, None, 4 * p + at], target)
+                warpgroup.commit_group()
+                if last and p == passes - 1:
+                    self.arrive(rings.k_empty + slot)
+                    if config.overlap:
+                        return
+                warpgroup.wait_group(1)
         warpgroup.wait_group(0)
 
     def value_groups(self) -> int:
@@ -149,7 +139,7 @@ class ProductsFp8(ConsumerLane):
         slot = 2 * (place.number % stages)
         phase = (place.number // stages) & 1
         steps = config.value_steps
-        parts, pairs = 4 // steps, max(1, steps // 2)
+        parts = 4 // steps
         row_blocks = self.value_row_blocks
         mma = self.add_values
         sP = self.smem.sP
@@ -172,30 +162,21 @@ class ProductsFp8(ConsumerLane):
                 + (slot + half) * config.slot_bytes
                 + (((self.v_unit + u) ^ self.v_swizzle) * 16)
             )
-            first = part * steps // 2
-            return [
-                dsl.ldmatrix_x4_trans(address + (first + pair) * layout.second_half)
-                for pair in range(pairs)
-            ]
+            words = []
+            for pair in range(steps // 2):
+                at = address + (part * (steps // 2) + pair) * layout.second_half
+                words.append(dsl.ldmatrix_x4_trans(at))
+            return words
 
-        loaded = load(*groups[0])
-
-        def operand(i: int):
-            """A of MMA group i; what comes next from shared memory is asked for."""
-            nonlocal loaded
+        ahead = load(*groups[0])
+        for i, (half, u, part) in enumerate(groups):
             rA, a = _operand(steps)
             for s in range(steps):
-                at = groups[i][2] * steps + s  # a load has two k-steps
-                words = loaded[s // 2]
-                near, far = words[2 * (at % 2)], words[2 * (at % 2) + 1]
+                near, far = ahead[s // 2][2 * (s % 2)], ahead[s // 2][2 * (s % 2) + 1]
                 a[4 * s], a[4 * s + 1] = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(near))
                 a[4 * s + 2], a[4 * s + 3] = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(far))
-            if i + 1 < len(groups) and at % 2 == 1:
-                loaded = load(*groups[i + 1])
-            return rA
-
-        for i, (half, u, part) in enumerate(groups):
-            rA = operand(i)
+            if i + 1 < len(groups):
+                ahead = load(*groups[i + 1])
             target = accumulator(acc, u * 4 * row_blocks, row_blocks)
             warpgroup.fence()
             for s in range(steps):
@@ -205,7 +186,7 @@ class ProductsFp8(ConsumerLane):
             if u == config.value_blocks - 1 and part == parts - 1:
                 self.arrive(self.rings.v_empty + (slot + half))
             between(i)
-            warpgroup.wait_group(min(i + 1, config.in_flight))
+            warpgroup.wait_group(1)
 
     @cute.jit
     def clear_dead_values(self, first_token: Int32, slot: Int32, half: cutlass.Constexpr):

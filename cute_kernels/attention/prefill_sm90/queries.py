@@ -14,14 +14,9 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import query_token
 from cute_kernels.attention.decode_sm90.queries import scale_of_row
-from cute_kernels.attention.prefill_sm90.config import CONSUMER_WARPS, PrefillConfig
+from cute_kernels.attention.prefill_sm90.config import CONSUMER_WARPS
 from cute_kernels.attention.prefill_sm90.lane import Lane
 from cute_kernels.attention.prefill_sm90.schedule import clamped_row
-
-
-def query_rounds(config: PrefillConfig) -> int:
-    """Blocks of 8 rows that a warp takes, a quad of lanes one row each."""
-    return (config.rows // 8 + CONSUMER_WARPS - 1) // CONSUMER_WARPS
 
 
 class QueryLoading(Lane):
@@ -45,25 +40,18 @@ class QueryLoading(Lane):
         return mQ.iterator.toint() + Int64(element) * 2
 
     @cute.jit
-    def fetch_queries(self, mQ: cute.Tensor, words: cute.Tensor):
-        """The lane's words of the item's rows, from global memory to registers."""
-        count = const_expr(self.config.head_size // 8)
-        for i in cutlass.range_constexpr(query_rounds(self.config)):
-            block = self.index + CONSUMER_WARPS * i
-            if block < self.config.rows // 8:
-                loaded = self.read_query_row(mQ, 8 * block + self.g)
-                for n in cutlass.range_constexpr(count):
-                    words[i * count + n] = loaded[n // 4][n % 4]
+    def load_queries(self, mQ: cute.Tensor, base_scale: Float32):
+        """Q^T in shared memory as a K-major, 128-byte-swizzled wgmma operand; scales of the rows.
 
-    @cute.jit
-    def store_queries(self, mQ: cute.Tensor, base_scale: Float32, words: cute.Tensor):
-        """Q^T in shared memory as a K-major, 128-byte-swizzled wgmma operand; the rows' scales."""
-        count = const_expr(self.config.head_size // 8)
-        for i in cutlass.range_constexpr(query_rounds(self.config)):
+        A warp takes whole blocks of 8 rows, a quad of lanes one row.
+        """
+        row_blocks = self.config.rows // 8
+        rounds = (row_blocks + CONSUMER_WARPS - 1) // CONSUMER_WARPS
+        for i in cutlass.range_constexpr(rounds):
             block = self.index + CONSUMER_WARPS * i
-            if block < self.config.rows // 8:
-                loaded = [[words[i * count + n + z] for z in range(4)] for n in range(0, count, 4)]
-                self.store_query_row(mQ, base_scale, 8 * block + self.g, loaded)
+            if block < row_blocks:
+                row = 8 * block + self.g
+                self.store_query_row(mQ, base_scale, row, self.read_query_row(mQ, row))
 
     def read_query_row(self, mQ: cute.Tensor, row: Int32) -> list:
         """The lane's quarter of a row, 16 bytes each."""
