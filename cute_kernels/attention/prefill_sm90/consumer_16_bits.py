@@ -13,7 +13,6 @@ in issuing. A row's scores are kept relative to a reference as in the FP8 kernel
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
@@ -41,15 +40,7 @@ from cute_kernels.attention.prefill_sm90.lane import HEADROOM, Rings
 from cute_kernels.attention.prefill_sm90.products import accumulator
 from cute_kernels.attention.prefill_sm90.queries import QueryLoading
 from cute_kernels.attention.prefill_sm90.schedule import Item, Shape, View, view_of
-
-
-class NamedBarrier(IntEnum):
-    """Two each of the first: one a warpgroup. QUERIES: of both, where they share rows; one of them
-    may be there while the other still meets on its own."""
-
-    WARPGROUP = 1
-    TURN = 3
-    QUERIES = 5
+from cute_kernels.attention.prefill_sm90.turns import NamedBarrier, Turns
 
 
 class Smem(NamedTuple):
@@ -74,33 +65,6 @@ class Rows(NamedTuple):
     rHeadroom: cute.Tensor
     rSum: cute.Tensor
     rKeep: cute.Tensor
-
-
-class Turns:
-    """The warpgroups issue MMAs in turn, the first one first."""
-
-    def __init__(self):
-        tid, _, _ = cute.arch.thread_idx()
-        self.half = cute.arch.make_warp_uniform(tid // WARPGROUP_THREADS)
-
-    def wait(self):
-        barrier = self.half + int(NamedBarrier.TURN)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=CONSUMER_THREADS)
-
-    def hand_over(self):
-        other = (self.half ^ 1) + int(NamedBarrier.TURN)
-        cute.arch.barrier_arrive(barrier_id=other, number_of_threads=CONSUMER_THREADS)
-
-    @cute.jit
-    def open(self):
-        if self.half == 1:
-            self.hand_over()
-
-    @cute.jit
-    def close(self):
-        """Take the turn that the second warpgroup hands over last."""
-        if self.half == 0:
-            self.wait()
 
 
 class Consumer16Bits(QueryLoading):

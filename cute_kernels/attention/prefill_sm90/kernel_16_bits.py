@@ -11,10 +11,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_kernels.attention.common.launch import Scales
 from cute_kernels.attention.common.output import Output
-from cute_kernels.attention.prefill_sm90.consumer_16_bits import Consumer16Bits, Smem, Turns
+from cute_kernels.attention.prefill_sm90.consumer_16_bits import Consumer16Bits, Smem
 from cute_kernels.attention.prefill_sm90.kernel import PrefillSm90, shared_arrays
 from cute_kernels.attention.prefill_sm90.mailbox import Mailbox
 from cute_kernels.attention.prefill_sm90.schedule import Shape
+from cute_kernels.attention.prefill_sm90.turns import Turns
 
 
 class PrefillSm90For16Bits(PrefillSm90):
