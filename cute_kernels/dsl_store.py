@@ -308,6 +308,15 @@ def pack_e2m1x8_of_bf16(
     return _asm([Int32], operands, ptx, "=r,r,r,r,r,r", False, loc, ip)
 
 
+# ---- caches --------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def prefetch_l2(address: Int64, *, loc=None, ip=None):
+    """Bring the line that holds a byte to L2."""
+    _asm([], [address], "prefetch.global.L2 [$0];", "l", True, loc, ip)
+
+
 # ---- global memory, of kernels that are launched before their predecessor has ended ---------
 # Volatile, in contrast to `ld_global_nc_b32x4`: they must not move above griddepcontrol.wait.
 

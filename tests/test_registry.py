@@ -97,16 +97,16 @@ def test_every_variant_of_the_prefill_kernel_is_in_one_contract_and_the_reverse(
         for head_size in contract.head_sizes
         if storage == q_dtype or not contract.cache_in_q_dtype
     }
-    assert promised == table and len(table) == 2 * 4 + 2 * 3
-    assert PREFILL_16_BITS.head_sizes == (64, 128, 256)
+    assert promised == table and len(table) == 2 * 4 + 2 * 4
+    assert PREFILL_16_BITS.head_sizes == (64, 128, 256, 512)
     assert [contract.cache_in_q_dtype for contract in contracts()] == [False, False, True]
     assert {contract.kv_cache_formats for contract in contracts()} == {
         ("fp8_e4m3", "nvfp4"),
         ("fp8_e4m3",),
         ("bf16", "fp16"),
     }
-    with pytest.raises(ValueError, match="^head_size: got 512; prefill_sm90_16_bits has "):
-        PREFILL_16_BITS.max_packed_rows(512)
+    with pytest.raises(ValueError, match="^head_size: got 96; prefill_sm90_16_bits has "):
+        PREFILL_16_BITS.max_packed_rows(96)
 
 
 def test_every_variant_is_in_the_contract_and_the_reverse():
@@ -218,7 +218,7 @@ def test_support_table():
     assert {len(line) for line in cells} == {1 + len(contracts())}
     table = {title: columns for title, *columns in cells}
     assert table["kernel"] == ["`decode_sm90`", "`prefill_sm90`", "`prefill_sm90_16_bits`"]
-    assert table["head size"] == ["64, 128, 256, 512"] * 2 + ["64, 128, 256"]
+    assert table["head size"] == ["64, 128, 256, 512"] * 3
     assert table["KV cache"] == [
         "`fp8_e4m3`, `nvfp4`",
         "`fp8_e4m3`",

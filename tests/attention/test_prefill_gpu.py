@@ -110,7 +110,7 @@ CASES_16_BITS = [
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-@pytest.mark.parametrize("head_size", (64, 128, 256))
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("case", CASES_16_BITS, ids=lambda case: case.id)
 def test_a_cache_in_the_queries_type(case, head_size, dtype):
     types = {"head_size": head_size, "q_dtype": dtype, "kv_dtype": dtype, "scale_kind": "none"}

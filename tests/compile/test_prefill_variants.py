@@ -20,9 +20,10 @@ TABLE = support_table()
 # Bytes of stack a thread. What is spilled is spilled around code that rarely runs (softcap, masks,
 # moving references); at head size 128 also some of the row sums, once a tile, and at 256 addresses
 # in the producer, which issues 64 loads a tile of pages of 16 tokens.
-MAX_STACK_BYTES = {64: 16, 128: 128, 256: 128, 512: 32}
-# Of the 16-bit kernel only that producer spills.
+MAX_STACK_BYTES = {64: 16, 128: 128, 256: 128, 512: 48}
+# Of the 16-bit kernel only that producer spills, and at head size 512 addresses of the output.
 MAX_STACK_BYTES_16_BITS = 32
+MAX_STACK_BYTES_16_BITS_D512 = 160
 
 
 def compiled(report: Report, config: PrefillConfig | widen_sm90.WidenConfig) -> Report:
@@ -34,6 +35,8 @@ def compiled(report: Report, config: PrefillConfig | widen_sm90.WidenConfig) -> 
 def _most_stack(config: PrefillConfig) -> int:
     if config.converts:
         return MAX_STACK_BYTES[config.head_size]
+    if config.head_size == 512:
+        return MAX_STACK_BYTES_16_BITS_D512
     return MAX_STACK_BYTES_16_BITS if config.box_tokens == 16 else 0
 
 

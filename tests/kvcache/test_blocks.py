@@ -40,10 +40,9 @@ def test_advertised_sizes(head_size, window):
     sliding-window planner takes the smallest it is offered."""
     asked = config(head_size=head_size, sliding_window=window)
     assert get_supported_kernel_block_sizes_for_config(asked) == [64, MultipleOf(64)]
-    if head_size < 512:  # the kernel for caches of 16 bits stops there
-        wide = config(head_size=head_size, sliding_window=window, kv_cache_dtype="auto")
-        assert get_supported_kernel_block_sizes_for_config(wide) == [64, MultipleOf(64)]
-        assert select_common_block_size([wide, asked], 1600) == 1600
+    wide = config(head_size=head_size, sliding_window=window, kv_cache_dtype="auto")
+    assert get_supported_kernel_block_sizes_for_config(wide) == [64, MultipleOf(64)]
+    assert select_common_block_size([wide, asked], 1600) == 1600
     # A page size that is already there does not change what is offered.
     for page_size in (16, 24):
         asked = config(head_size=head_size, sliding_window=window, page_size=page_size)

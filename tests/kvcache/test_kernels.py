@@ -26,9 +26,6 @@ def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
         kv_cache_dtype=kv_cache_dtype,
         batch_invariant=batch_invariant,
     )
-    if head_size == 512 and kv_cache_dtype == "auto":
-        assert "head size 512" in selection.can_run(asked)
-        return
     if batch_invariant and kv_cache_dtype == "nvfp4":
         assert "bits independent of the batch" in selection.can_run(asked)
         return
@@ -53,7 +50,7 @@ def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
 def test_caches_of_16_bits_are_read_in_the_dtype_of_the_queries(name, head_size, query):
     asked = config(kv_cache_dtype=name, head_size=head_size, query_dtype=query)
     same = asked.dtype.storage == query
-    if same and head_size < 512:
+    if same:
         assert selection.select_kernels(asked) == (PREFILL_16_BITS,)
         assert selection.supports_quant_query_input(asked) is False
         return
@@ -61,9 +58,8 @@ def test_caches_of_16_bits_are_read_in_the_dtype_of_the_queries(name, head_size,
     # The kernels for FP8 have no part in this.
     assert reason.startswith("prefill_sm90_16_bits: ")
     mixed = f"a {asked.dtype.storage} cache with {query} queries, the kernel reads the queries'"
-    assert (mixed in reason) == (not same)
-    assert ("head size 512, the kernel has 64, 128 or 256" in reason) == (head_size == 512)
-    nearest = "fp8" if head_size == 512 else {"bf16": "bfloat16", "fp16": "float16"}[query]
+    assert mixed in reason and "head size" not in reason
+    nearest = {"bf16": "bfloat16", "fp16": "float16"}[query]
     assert reason.endswith(f"the nearest kv_cache_dtype that works is {nearest!r}")
 
 

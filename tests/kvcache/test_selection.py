@@ -137,8 +137,8 @@ def test_there_is_no_nearest_dtype_where_none_works():
     # What stands in the way of the others is said too.
     swizzled = {"kv_cache_dtype": "nvfp4", "v_scale_layout": "sm100"}
     reason = selection.can_run(config(**swizzled, head_size=96))
-    assert "decode_sm90, prefill_sm90: head size 96, the kernel has 64, 128, 256 or 512; " in reason
-    assert "prefill_sm90_16_bits: head size 96, the kernel has 64, 128 or 256; " in reason
+    kernels = "decode_sm90, prefill_sm90, prefill_sm90_16_bits"
+    assert f"{kernels}: head size 96, the kernel has 64, 128, 256 or 512; " in reason
     # What stands in the way of some of them only, is not.
     assert "head size" not in selection.can_run(config(**swizzled, head_size=512))
     assert selection.nearest_kv_cache_dtype(config(head_size=96)) is None
@@ -226,7 +226,9 @@ def test_draft_and_target_on_different_backends():
     def why(**fields):
         return selection.can_share_cache(target, dataclasses.replace(draft, **fields))
 
-    assert why(kv_cache_dtype="fp16").startswith("the draft cannot run: prefill_sm90_16_bits: head")
+    assert why(kv_cache_dtype="bf16").startswith(
+        "the draft cannot run: prefill_sm90_16_bits: a bf16 cache with fp16 queries"
+    )
     assert why(bidirectional_spans=True).startswith(
         "the draft cannot run: decode_sm90, prefill_sm90: bidirectional"
     )

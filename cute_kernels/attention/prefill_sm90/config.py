@@ -32,10 +32,10 @@ class PrefillConfig:
     kv_format: "fp8_e4m3", or "bf16" or "fp16": the 16-bit kernel, whose MMAs have this type.
     head_size: elements of one head.
     rows: packed query rows (GQA group x query tokens) of one CTA. Of FP8 a multiple of 32, the
-        MMA's N; of 16 bits 128, the MMA's M in two warpgroups.
+        MMA's N; of 16 bits 128, the MMA's M in two warpgroups, or 64, which they share.
     q_dtype: "bf16" or "fp16"; the output has it too.
     box_tokens: tokens of one TMA box, 64, 32 or 16.
-    k_stages: tiles of K in flight. v_slots: slots of V in flight.
+    k_slots, v_slots: slots of K and of V in flight, see ``slots_per_tile``.
     score_steps, value_steps: of FP8, MMA k-steps whose operands are converted before they are
         issued (of K, at most 4; of V, 2 or 4).
     overlap: of FP8, leave a tile's last scores in flight while the values before it are started.
@@ -48,7 +48,7 @@ class PrefillConfig:
     rows: int
     q_dtype: str
     box_tokens: int
-    k_stages: int
+    k_slots: int
     v_slots: int
     score_steps: int
     value_steps: int
@@ -88,22 +88,34 @@ class PrefillConfig:
 
     @property
     def slots_per_tile(self) -> int:
-        """Ring slots of a tile of K or V: of FP8 one a warpgroup, which scores its half."""
-        return 2 if self.converts else 1
+        """Ring slots of a tile of K or V. Of FP8 one a warpgroup, which scores its half of the
+        tokens; of 16 bits two where the warpgroups share rows, each with half of the columns."""
+        return 2 if self.converts or self.shares_rows else 1
 
     @property
     def slot_tokens(self) -> int:
-        return self.tile_tokens // self.slots_per_tile
+        return self.tile_tokens // 2 if self.converts else self.tile_tokens
 
     @property
     def slot_bytes(self) -> int:
-        return self.slot_tokens * self.head_bytes
+        return self.tile_tokens * self.head_bytes // self.slots_per_tile
 
     @property
     def splits_rows(self) -> bool:
         """O^T of a tile has head_size / 64 blocks of 64 rows. Head size 64 has one, so there the
         warpgroups share out its columns (query rows) instead."""
         return self.head_size == 64
+
+    @property
+    def shares_rows(self) -> bool:
+        """Of 16 bits: both warpgroups have all rows, each half of the columns of O. At head size
+        512 all of O does not fit into one's registers; both then compute all scores."""
+        return not self.converts and self.rows == 64
+
+    @property
+    def value_columns(self) -> int:
+        """Of 16 bits: columns of O that a warpgroup accumulates."""
+        return self.head_size // 2 if self.shares_rows else self.head_size
 
     @property
     def value_blocks(self) -> int:
@@ -119,28 +131,33 @@ class PrefillConfig:
 def smem_bytes(config: PrefillConfig) -> int:
     """Shared memory of one CTA: what the allocator will ask for."""
     rows = config.rows
-    slots = config.slots_per_tile * config.k_stages + config.v_slots
+    slots = config.k_slots + config.v_slots
     ring = slots * (config.slot_bytes + 2 * 8)
     queries = rows * config.head_size * 2
+    mailbox = 11 * 4 + 4 + 2 * 8  # padding included
     if not config.converts:
-        return ring + queries + rows * 8  # scale and reference of each row
+        return ring + queries + rows * 8 + mailbox  # scale and reference of each row
     probabilities = 2 * rows * TILE_TOKENS * 2
     # maxima of 8 warps; scale and reference of each row; its position; flags
     tables = rows * (CONSUMER_WARPS * 4 + 8 + 4) + 2 * CONSUMER_WARPS * 4
-    return ring + queries + probabilities + tables + 2 * 8
+    return ring + queries + probabilities + tables + 2 * 8 + mailbox
 
 
-# head size -> (rows, K stages, V slots, score steps, value steps, overlap, consumer registers).
+# head size -> (rows, K slots, V slots, score steps, value steps, overlap, consumer registers).
 # The best of what was tried on an H200; smaller rings and fewer rows are slower.
 _TUNED = {
-    512: (64, 1, 2, 2, 2, True, 232),
-    256: (96, 2, 2, 4, 2, True, 240),
-    128: (128, 2, 4, 4, 4, False, 240),
-    64: (128, 2, 4, 4, 4, False, 240),
+    512: (64, 2, 2, 2, 2, True, 232),
+    256: (96, 4, 2, 4, 2, True, 240),
+    128: (128, 4, 4, 2, 2, False, 240),
+    64: (128, 4, 4, 2, 2, False, 240),
 }
-# The same for K and V of 16 bits: head size -> (keys of a tile, tiles of K and of V in flight).
-_TUNED_16_BITS = {256: (64, 2), 128: (128, 2), 64: (128, 2)}
-_ROWS_16_BITS = 128
+# The same for K and V of 16 bits: head size -> (rows, keys of a tile, K slots, V slots).
+_TUNED_16_BITS = {
+    512: (64, 64, 3, 2),
+    256: (128, 64, 2, 2),
+    128: (128, 128, 2, 2),
+    64: (128, 128, 2, 2),
+}
 
 
 def head_sizes(kv_format: str) -> tuple[int, ...]:
@@ -150,7 +167,8 @@ def head_sizes(kv_format: str) -> tuple[int, ...]:
 
 def rows_of(head_size: int, kv_format: str = "fp8_e4m3") -> int:
     """Packed query rows of one CTA."""
-    return _TUNED[head_size][0] if kv_format == "fp8_e4m3" else _ROWS_16_BITS
+    tuned = _TUNED if kv_format == "fp8_e4m3" else _TUNED_16_BITS
+    return tuned[head_size][0]
 
 
 def decode_rows(head_size: int) -> int:
@@ -163,15 +181,14 @@ def make_config(
 ) -> PrefillConfig:
     """The tuned variant for a head size, query dtype, TMA box and cache format."""
     if kv_format == "fp8_e4m3":
-        rows, k_stages, v_slots, score_steps, value_steps, overlap, registers = _TUNED[head_size]
+        rows, k_slots, v_slots, score_steps, value_steps, overlap, registers = _TUNED[head_size]
         return PrefillConfig(
-            kv_format, head_size, rows, q_dtype, box_tokens, k_stages, v_slots, score_steps,
+            kv_format, head_size, rows, q_dtype, box_tokens, k_slots, v_slots, score_steps,
             value_steps, overlap, registers,
         )  # fmt: skip
-    tile, stages = _TUNED_16_BITS[head_size]
+    rows, tile, k_slots, v_slots = _TUNED_16_BITS[head_size]
     return PrefillConfig(
-        kv_format, head_size, _ROWS_16_BITS, q_dtype, box_tokens, stages, stages, 0, 0, False, 240,
-        tile,
+        kv_format, head_size, rows, q_dtype, box_tokens, k_slots, v_slots, 0, 0, False, 240, tile,
     )  # fmt: skip
 
 

@@ -27,7 +27,8 @@ from cute_kernels.attention.prefill_sm90.softmax import SoftmaxMath
 
 class Consumer(QueryLoading, SoftmaxMath, Epilogue, ProductsFp8):
     @cute.jit
-    def run(self, mQ: cute.Tensor, scales: Scales, output: Output):
+    def run(self, mQ: cute.Tensor, scales: Scales, output: Output, done: Int32):
+        """Serve the item; ``done``: tiles that have gone through the rings before."""
         item = self.item
         self.set_operand_addresses()
         k_scale, v_scale = descales_of(scales, item.b, item.head)
@@ -37,67 +38,44 @@ class Consumer(QueryLoading, SoftmaxMath, Epilogue, ProductsFp8):
             cute.arch.fence_proxy("async.shared", space="cta")
             self.barrier()
             acc, state = self.make_state()
-            self.walk(acc, state)
+            self.walk(acc, state, done)
             self.write_output(output, acc, state, v_scale)
         else:
             self.write_rows_without_keys(output)
 
     @cute.jit
-    def walk(self, acc: cute.Tensor, state: Softmax):
-        """O and sums of all tiles, for the rows' final references."""
-        config, item, rings = self.config, self.item, self.rings
+    def walk(self, acc: cute.Tensor, state: Softmax, done: Int32):
+        """O and sums of all tiles, for the rows' final references.
+
+        Tiles are numbered from ``done`` on, through all items of the CTA.
+        """
+        config, item = self.config, self.item
         view = view_of(item, self.shape)
-        place = Place(Int32(0), item.start)
-        cute.arch.mbarrier_wait(rings.k_full + self.half, Int32(0))
-        self.scores(state.rS, Int32(0))
+        place = Place(done, item.start)
+        self.scores(state.rS, done)
         if const_expr(config.overlap):
             warpgroup.wait_group(0)
         self.relative_scores(state.rS, place, view)
         self.set_references(state.rS)
         for n in cutlass.range_constexpr(self.row_blocks):
             self.exponentiate(state, n)
-        self.store_probabilities(state, Int32(0))
-        k_stage = Int32(1 % config.k_stages)
-        k_phase = Int32(1 // config.k_stages)
-        v_slot = Int32(0)
-        v_phase = Int32(0)
+        self.store_probabilities(state, done)
         for t in cutlass.range(1, item.tiles, unroll=1):
-            cute.arch.mbarrier_wait(rings.k_full + (2 * k_stage + self.half), k_phase)
-            self.scores(state.rS, 2 * k_stage)
-            k_stage = k_stage + 1
-            if k_stage == config.k_stages:
-                k_stage = Int32(0)
-                k_phase = k_phase ^ 1
-            before = Place(t - 1, item.start + TILE_TOKENS * (t - 1))
-            cute.arch.mbarrier_wait(self.smem.p_full + ((t - 1) & 1), ((t - 1) >> 1) & 1)
+            self.scores(state.rS, done + t)
+            before = Place(done + t - 1, item.start + TILE_TOKENS * (t - 1))
+            self.await_probabilities(before.number)
             self.settle(state, acc, before)
-            place = Place(t, item.start + TILE_TOKENS * t)
-            self.values(
-                acc,
-                (t - 1) & 1,
-                v_slot,
-                v_phase,
-                partial(self.clear_dead_values, before.first_token, v_slot),
-                partial(self.softmax_share, state, place, view),
-            )
-            v_slot = v_slot + 2
-            if v_slot == config.v_slots:
-                v_slot = Int32(0)
-                v_phase = v_phase ^ 1
-            self.store_probabilities(state, t)
-        last = item.tiles - 1
-        before = Place(last, item.start + TILE_TOKENS * last)
-        cute.arch.mbarrier_wait(self.smem.p_full + (last & 1), (last >> 1) & 1)
+            place = Place(done + t, item.start + TILE_TOKENS * t)
+            self.values(acc, before, partial(self.softmax_share, state, place, view))
+            self.store_probabilities(state, place.number)
+        before = Place(done + item.tiles - 1, item.start + TILE_TOKENS * (item.tiles - 1))
+        self.await_probabilities(before.number)
         self.settle(state, acc, before)
-        self.values(
-            acc,
-            last & 1,
-            v_slot,
-            v_phase,
-            partial(self.clear_dead_values, before.first_token, v_slot),
-            lambda group: None,
-        )
+        self.values(acc, before, lambda group: None)
         warpgroup.wait_group(0)
+
+    def await_probabilities(self, number: Int32):
+        cute.arch.mbarrier_wait(self.smem.p_full + (number & 1), (number >> 1) & 1)
 
     def softmax_share(self, state: Softmax, place: Place, view: View, group: int):
         """What is done of tile ``place``'s softmax after MMA group ``group`` of the values."""

@@ -1,6 +1,7 @@
 """The two consumer warpgroups of the 16-bit kernel: S = Q K^T and O += P V, queries as M.
 
-A warpgroup serves 64 of the item's 128 rows and shares nothing with the other but K and V. With
+A warpgroup serves 64 of the item's 128 rows and shares nothing with the other but K and V. (At head
+size 512 both serve the same 64 rows, each half of the columns of O, and both compute S.) With
 lane = 4 g + j a lane of warp w has rows 16 w + g and 8 further, of every 8 columns the two from
 2 j on, in S and in O. So a row is 4 lanes', and P is the second product's A operand as it is.
 
@@ -12,7 +13,6 @@ in issuing. A row's scores are kept relative to a reference as in the FP8 kernel
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
@@ -30,20 +30,17 @@ from cute_kernels.attention.common.output import (
     sink_of_head,
     store_lse,
 )
-from cute_kernels.attention.common.tile_schedule import query_token
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
-from cute_kernels.attention.prefill_sm90.config import CONSUMER_THREADS, PrefillConfig
+from cute_kernels.attention.prefill_sm90.config import (
+    CONSUMER_THREADS,
+    CONSUMER_WARPS,
+    PrefillConfig,
+)
 from cute_kernels.attention.prefill_sm90.lane import HEADROOM, Rings
 from cute_kernels.attention.prefill_sm90.products import accumulator
 from cute_kernels.attention.prefill_sm90.queries import QueryLoading
 from cute_kernels.attention.prefill_sm90.schedule import Item, Shape, View, view_of
-
-
-class NamedBarrier(IntEnum):
-    """Two each: one a warpgroup."""
-
-    WARPGROUP = 1
-    TURN = 3
+from cute_kernels.attention.prefill_sm90.turns import NamedBarrier, Turns
 
 
 class Smem(NamedTuple):
@@ -70,33 +67,6 @@ class Rows(NamedTuple):
     rKeep: cute.Tensor
 
 
-class Turns:
-    """The warpgroups issue MMAs in turn, the first one first."""
-
-    def __init__(self):
-        tid, _, _ = cute.arch.thread_idx()
-        self.half = cute.arch.make_warp_uniform(tid // WARPGROUP_THREADS)
-
-    def wait(self):
-        barrier = self.half + int(NamedBarrier.TURN)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=CONSUMER_THREADS)
-
-    def hand_over(self):
-        other = (self.half ^ 1) + int(NamedBarrier.TURN)
-        cute.arch.barrier_arrive(barrier_id=other, number_of_threads=CONSUMER_THREADS)
-
-    @cute.jit
-    def open(self):
-        if self.half == 1:
-            self.hand_over()
-
-    @cute.jit
-    def close(self):
-        """Take the turn that the second warpgroup hands over last."""
-        if self.half == 0:
-            self.wait()
-
-
 class Consumer16Bits(QueryLoading):
     def __init__(
         self, config: PrefillConfig, mmas, shape: Shape, item: Item, rings: Rings, smem: Smem,
@@ -107,12 +77,24 @@ class Consumer16Bits(QueryLoading):
         self.rings, self.softcap, self.turns = rings, softcap, Turns()
         self.scales_queries = config.mma_dtype == "fp16"
         self.pack = dsl.pack_f16x2 if config.mma_dtype == "fp16" else dsl.pack_bf16x2
-        self.row = 16 * self.index + self.g
+        # First row and column of the warp.
+        self.warp_row = 16 * (self.warp if config.shares_rows else self.index)
+        self.column = self.half * config.value_columns if config.shares_rows else Int32(0)
+        self.row = self.warp_row + self.g
 
     def _warpgroup_barrier(self):
         cute.arch.barrier(
             barrier_id=self.half + int(NamedBarrier.WARPGROUP), number_of_threads=WARPGROUP_THREADS
         )
+
+    def _queries_barrier(self):
+        """Of the warps that share queries."""
+        if self.config.shares_rows:
+            cute.arch.barrier(
+                barrier_id=int(NamedBarrier.QUERIES), number_of_threads=CONSUMER_THREADS
+            )
+        else:
+            self._warpgroup_barrier()
 
     def store_query_words(self, row: Int32, unit: int, words):
         """16 bytes of a row: elements 64 (unit / 2) + 16 j + 8 (unit % 2) on."""
@@ -131,17 +113,18 @@ class Consumer16Bits(QueryLoading):
         self._write_output(output, acc, rows, v_scale)
 
     def _load_rows(self, mQ: cute.Tensor, base_scale: Float32):
-        """The warp's own 16 rows: they and their output stay with the warp."""
-        rows = [16 * self.index + 8 * i + self.g for i in range(2)]
+        """The warp's own 16 rows, or 8 of the shared ones."""
+        count = self.config.rows // CONSUMER_WARPS
+        rows = [count * self.index + 8 * i + self.g for i in range(count // 8)]
         loaded = [self.read_query_row(mQ, row) for row in rows]
         for row, words in zip(rows, loaded, strict=True):
             self.store_query_row(mQ, base_scale, row, words)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self._warpgroup_barrier()
+        self._queries_barrier()
 
     def _make_state(self) -> tuple[cute.Tensor, Rows]:
-        acc = cute.make_rmem_tensor((self.config.head_size // 2,), Float32)
-        for i in range(self.config.head_size // 2):
+        acc = cute.make_rmem_tensor((self.config.value_columns // 2,), Float32)
+        for i in range(self.config.value_columns // 2):
             acc[i] = Float32(0.0)
         rows = Rows(*(cute.make_rmem_tensor((2,), Float32) for _ in Rows._fields))
         for r in range(2):
@@ -156,63 +139,84 @@ class Consumer16Bits(QueryLoading):
     def _walk(self, acc: cute.Tensor, rows: Rows, done: Int32):
         """O and sums of all tiles, for the rows' final references."""
         config, item = self.config, self.item
-        stages, tile = config.k_stages, config.tile_tokens
+        tile = config.tile_tokens
         view = view_of(item, self.shape)
         rS = cute.make_rmem_tensor((tile // 2,), Float32)
         kind = self.add_values.op.a_dtype
         rP = cute.make_rmem_tensor(((2, 2, 2), 1, tile // 16), kind)
         self.turns.wait()
-        self._scores(rS, done % stages, (done // stages) & 1)
+        self._scores(rS, done)
         self.turns.hand_over()
-        warpgroup.wait_group(0)
-        self.arrive(self.rings.k_empty + done % stages)
+        self._finish_scores(done, 0)
         self._softmax(rS, rows, item.start, view)
         self._store_probabilities(rS, rP)
         for t in cutlass.range(1, item.tiles, unroll=1):
-            now = done + t
-            before = now - 1
             self.turns.wait()
-            self._scores(rS, now % stages, (now // stages) & 1)
-            self._values(acc, rP, t - 1, before % stages, (before // stages) & 1)
+            self._scores(rS, done + t)
+            self._values(acc, rP, t - 1, done)
             self.turns.hand_over()
-            warpgroup.wait_group(1)
-            self.arrive(self.rings.k_empty + now % stages)
+            self._finish_scores(done + t, 1)
             moved = self._softmax(rS, rows, item.start + tile * t, view)
             # ptxas moves the wait in front of the exponentials unless a branch lies between.
             if moved != 0:
                 warpgroup.wait_group(0)
-                for i in cutlass.range_constexpr(config.head_size // 2):
+                for i in cutlass.range_constexpr(config.value_columns // 2):
                     acc[i] = acc[i] * rows.rKeep[(i // 2) % 2]
             warpgroup.wait_group(0)
-            self.arrive(self.rings.v_empty + before % stages)
+            self.arrive(self.rings.v_empty + self._value_slot(done + t - 1)[0])
             self._store_probabilities(rS, rP)
-        last = done + item.tiles - 1
-        self._values(acc, rP, item.tiles - 1, last % stages, (last // stages) & 1)
+        self._values(acc, rP, item.tiles - 1, done)
         warpgroup.wait_group(0)
-        self.arrive(self.rings.v_empty + last % stages)
+        self.arrive(self.rings.v_empty + self._value_slot(done + item.tiles - 1)[0])
 
-    def _scores(self, rS: cute.Tensor, slot: Int32, phase: Int32):
-        """Issue S = Q K^T of the warpgroup's rows: raw products."""
+    def _score_slot(self, number: Int32, part: int):
+        """Slot and phase of a part of tile ``number`` of K."""
+        slots = self.config.k_slots
+        at = self.config.slots_per_tile * number + part
+        return at % slots, (at // slots) & 1
+
+    def _value_slot(self, number: Int32):
+        """Slot and phase of what the warpgroup reads of tile ``number`` of V."""
+        tiles = self.config.v_slots // self.config.slots_per_tile
+        slot = number % tiles
+        if self.config.shares_rows:
+            slot = self.config.slots_per_tile * slot + self.half
+        return slot, (number // tiles) & 1
+
+    def _scores(self, rS: cute.Tensor, number: Int32):
+        """Issue S = Q K^T of tile ``number``: raw products, a group of MMAs for each slot."""
         config, mma = self.config, self.add_scores
-        cute.arch.mbarrier_wait(self.rings.k_full + slot, phase)
         thread = mma.get_slice(0)
-        sQ = cute.local_tile(self.smem.sQ, (64, config.head_size), (self.half, 0))
+        sQ = cute.local_tile(self.smem.sQ, (64, config.head_size), (self.warp_row // 64, 0))
         tQ = mma.make_fragment_A(thread.partition_A(sQ))
         tK = mma.make_fragment_B(thread.partition_B(self.smem.sK))
         target = accumulator(rS, 0, config.tile_tokens // 8)
-        warpgroup.fence()
-        for k in range(config.head_size // 16):
-            which = self.begin_scores if k == 0 else mma
-            cute.gemm(which, target, tQ[None, None, k], tK[None, None, k, slot], target)
-        warpgroup.commit_group()
+        steps = config.head_size // 16 // config.slots_per_tile
+        for part in range(config.slots_per_tile):
+            slot, phase = self._score_slot(number, part)
+            cute.arch.mbarrier_wait(self.rings.k_full + slot, phase)
+            warpgroup.fence()
+            for k in range(steps):
+                at = part * steps + k
+                which = self.begin_scores if at == 0 else mma
+                cute.gemm(which, target, tQ[None, None, at], tK[None, None, k, slot], target)
+            warpgroup.commit_group()
 
-    def _values(self, acc: cute.Tensor, rP: cute.Tensor, t: Int32, slot: Int32, phase: Int32):
+    def _finish_scores(self, number: Int32, behind: int):
+        """Wait for the scores, behind which so many groups were issued; hand the slots back."""
+        parts = self.config.slots_per_tile
+        for part in range(parts):
+            warpgroup.wait_group(parts - 1 - part + behind)
+            self.arrive(self.rings.k_empty + self._score_slot(number, part)[0])
+
+    def _values(self, acc: cute.Tensor, rP: cute.Tensor, t: Int32, done: Int32):
         """Issue O += P V of tile t."""
         config, mma = self.config, self.add_values
+        slot, phase = self._value_slot(done + t)
         cute.arch.mbarrier_wait(self.rings.v_full + slot, phase)
         self._clear_dead_values(self.item.start + config.tile_tokens * t, slot)
         tV = mma.make_fragment_B(mma.get_slice(0).partition_B(self.smem.sV))
-        target = accumulator(acc, 0, config.head_size // 8)
+        target = accumulator(acc, 0, config.value_columns // 8)
         warpgroup.fence()
         for k in range(config.tile_tokens // 16):
             cute.gemm(mma, target, rP[None, None, k], tV[None, None, k, slot], target)
@@ -306,9 +310,9 @@ class Consumer16Bits(QueryLoading):
     def _clear_dead_values(self, first_token: Int32, slot: Int32):
         """Zero V of tokens that no row may see: P is 0 there, but 0 * NaN is NaN.
 
-        Each warpgroup clears all of them, so that it need not wait for the other, which may be
-        reading: what it finds are zeros already. The fence is for the MMAs, which read through the
-        async proxy, and for the TMA that reuses the slot.
+        Each warpgroup clears all that it reads, so that it need not wait for the other, which may
+        be reading too: what it finds are zeros already. The fence is for the MMAs, which read
+        through the async proxy, and for the TMA that reuses the slot.
         """
         config, item = self.config, self.item
         tokens = const_expr(config.tile_tokens)
@@ -320,7 +324,7 @@ class Consumer16Bits(QueryLoading):
             in_slot = thread % tokens
             token = first_token + in_slot
             if (token < item.low) | (token >= item.used):
-                for i in cutlass.range_constexpr(config.head_bytes // 16 // threads_a_token):
+                for i in cutlass.range_constexpr(config.value_columns // 8 // threads_a_token):
                     unit = thread // tokens + threads_a_token * i
                     at = base + in_slot * 128 + (unit // 8) * (tokens * 128) + (unit % 8) * 16
                     dsl.st_shared_b32x4(at, zero, zero, zero, zero)
@@ -332,8 +336,8 @@ class Consumer16Bits(QueryLoading):
         """Normalised rows through the warp's part of the queries' memory, so that stores are whole
         lines; their LSE."""
         item, config = self.item, self.config
-        # All MMAs of the warpgroup have read the queries.
-        self._warpgroup_barrier()
+        # All MMAs have read the queries.
+        self._queries_barrier()
         for r in cutlass.range_constexpr(2):
             total = rows.rSum[r]
             for step in cutlass.range_constexpr(2):
@@ -342,12 +346,12 @@ class Consumer16Bits(QueryLoading):
             if rows.rHeadroom[r] == dsl.NEG_INF:
                 reference = Float32(dsl.NEG_INF)
             row = self.row + 8 * r
-            token, query_head = self._token_and_head(row)
+            token, query_head = self.token_and_head(row)
             final = finish_row(reference, total, sink_of_head(output, query_head), v_scale)
-            if (self.j == 0) & (item.first_row + row < item.rows_end):
+            if (self.j == 0) & (self.column == 0) & (item.first_row + row < item.rows_end):
                 store_lse(output, token, query_head, final.lse)
-            at = self.smem.q + row * 128 + 4 * self.j
-            for n in cutlass.range_constexpr(config.head_size // 8):
+            at = self._staged(row, self.column) + 4 * self.j
+            for n in cutlass.range_constexpr(config.value_columns // 8):
                 low, high = acc[4 * n + 2 * r], acc[4 * n + 2 * r + 1]
                 word = pack_output(output.mO, low * final.factor, high * final.factor)
                 block = (n // 8) * (config.rows * 128)
@@ -355,28 +359,27 @@ class Consumer16Bits(QueryLoading):
         cute.arch.sync_warp()
         self._store_rows(output)
 
-    def _token_and_head(self, row_in_item: Int32):
-        """Query token and head of a row, for the output's layout."""
-        group = self.shape.group
-        row = self.clamped_row(row_in_item)
-        token = query_token(self.shape, row)
-        return self.item.q_start + token, self.item.head * group + row - token * group
+    def _staged(self, row: Int32, column: Int32) -> Int32:
+        """Where a row's elements from ``column``, a multiple of 64, on lie; units are swizzled."""
+        return self.smem.q + (column // 64) * (self.config.rows * 128) + row * 128
 
     @cute.jit
     def _store_rows(self, output: Output):
         """The warp's 16 rows, 8 bytes a lane."""
         config = self.config
-        pieces = const_expr(config.head_size // 4)
+        pieces = const_expr(config.value_columns // 4)
         for i in cutlass.range_constexpr(16 * pieces // 32):
             piece = 32 * i + self.lane
-            row = 16 * self.index + piece // pieces
-            element = 4 * (piece % pieces)
+            row = self.warp_row + piece // pieces
+            element = self.column + 4 * (piece % pieces)
             if self.item.first_row + row < self.item.rows_end:
-                token, query_head = self._token_and_head(row)
-                unit = (element // 8) % 8
-                at = self.smem.q + (element // 64) * (config.rows * 128) + row * 128
-                at = at + (unit ^ (row % 8)) * 16 + (element % 8) * 2
+                token, query_head = self.token_and_head(row)
+                unit = ((element // 8) % 8) ^ (row % 8)
+                at = self._staged(row, element & -64) + unit * 16 + (element % 8) * 2
                 words = dsl.ld_shared_b32x2(at)
                 address = output_address(output, token, query_head, element)
                 dsl.st_global_b32x2(Int64(address), *words)
-        cute.arch.sync_warp()
+        if const_expr(config.shares_rows):
+            self._queries_barrier()
+        else:
+            cute.arch.sync_warp()

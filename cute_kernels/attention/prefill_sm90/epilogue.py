@@ -54,22 +54,20 @@ class Epilogue(ConsumerLane):
         They take the place of the probabilities, which all MMAs have read. The address of a row
         that is not there is 0.
         """
-        item, shape = self.item, self.shape
+        item = self.item
         total = Float32(0.0)
         for w in cutlass.range_constexpr(len(WARPS)):
             total = total + dsl.ld_shared_f32(self.maximum_of(w, self.tid))
         reference = -dsl.ld_shared_f32(self.reference_of(self.tid))
         if total == 0.0:
             reference = Float32(dsl.NEG_INF)  # no key seen: the 0 of the table is no maximum
-        row = self.clamped_row(self.tid)
-        token = query_token(shape, row)
-        query_head = item.head * shape.group + row - token * shape.group
+        token, query_head = self.token_and_head(self.tid)
         final = finish_row(reference, total, sink_of_head(output, query_head), v_scale)
         dsl.st_shared_f32(self.smem.p + 8 * self.config.rows + 4 * self.tid, final.factor)
         address = Int64(0)
         if item.first_row + self.tid < item.rows_end:
-            store_lse(output, item.q_start + token, query_head, final.lse)
-            address = output_address(output, item.q_start + token, query_head, 0)
+            store_lse(output, token, query_head, final.lse)
+            address = output_address(output, token, query_head, 0)
         dsl.st_shared_b64(self.smem.p + 8 * self.tid, address)
 
     @cute.jit

@@ -5,9 +5,10 @@ Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_
 page_size a multiple of the variant's ``box_tokens``. A ragged K or V (total_k, kv_heads, D) is one
 page of total_k tokens.
 
-One CTA serves ``rows`` packed query rows of one sequence and KV head (schedule.py) with a producer
-warp and two consumer warpgroups over tiles of 128 keys. Warpgroup h scores half h of a tile and
-adds half of the head-dim rows of O^T; the probabilities cross through shared memory.
+One CTA serves items, ``rows`` packed query rows of one sequence and KV head each (schedule.py),
+with a producer warp and two consumer warpgroups over tiles of 128 keys. Warpgroup h scores half h
+of a tile and adds half of the head-dim rows of O^T; the probabilities cross through shared memory.
+The producer brings the next item's first tiles while the last rows are written.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from cute_kernels.attention.common.output import Output
 from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource, TmaOperand
 from cute_kernels.attention.prefill_sm90.config import (
+    CONSUMER_THREADS,
     CONSUMER_WARPS,
     THREADS,
     TILE_TOKENS,
@@ -34,8 +36,14 @@ from cute_kernels.attention.prefill_sm90.config import (
 from cute_kernels.attention.prefill_sm90.consumer import Consumer
 from cute_kernels.attention.prefill_sm90.lane import ConsumerSmem, Rings
 from cute_kernels.attention.prefill_sm90.layout import make_layout
+from cute_kernels.attention.prefill_sm90.mailbox import Mailbox, collect, post
 from cute_kernels.attention.prefill_sm90.producer import PrefillProducer
-from cute_kernels.attention.prefill_sm90.schedule import Shape, find_item
+from cute_kernels.attention.prefill_sm90.schedule import (
+    Item,
+    Shape,
+    find_item,
+    item_number,
+)
 
 Q_TYPES = {"bf16": BFloat16, "fp16": Float16}
 
@@ -59,8 +67,7 @@ class Addresses(NamedTuple):
 class Scalars(NamedTuple):
     """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none).
 
-    skip_rows: sequences of at most so many packed rows are not written. ctas: of the grid, of FP8
-    at least as many as there are items.
+    skip_rows: sequences of at most so many packed rows are not written. ctas: of the grid.
     """
 
     softmax_scale: Float32
@@ -72,6 +79,8 @@ class Scalars(NamedTuple):
 
 
 class PrefillSm90:
+    consumer = Consumer
+
     def __init__(self, config: PrefillConfig):
         self.config = config
         self.layout = make_layout(config)
@@ -140,32 +149,84 @@ class PrefillSm90:
     ):
         config = self.config
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         index = cute.arch.make_warp_uniform(tid // 32)
-        rings, smem = self._allocate()
+        rings, smem, mailbox = self._allocate()
         if tid == 0:
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
             self._init_rings(rings)
-            for buffer in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(smem.p_full + buffer, CONSUMER_WARPS)
+            cute.arch.mbarrier_init(mailbox.full, 1)
+            cute.arch.mbarrier_init(mailbox.empty, CONSUMER_THREADS)
+            self._init_consumers(smem)
             cute.arch.mbarrier_init_fence()
-        if tid < 2 * CONSUMER_WARPS:
-            dsl.st_shared_b32(smem.flags + 4 * tid, Int32(-1))
-        item = find_item(lengths, shape, cta, config.rows)
         cute.arch.sync_threads()
         if index >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(config.producer_registers)
-            if (index == CONSUMER_WARPS) & (item.tiles > 0) & (item.live != 0):
-                producer = PrefillProducer(config, lengths, source, item)
+            if index == CONSUMER_WARPS:
                 k, v = TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV)
-                producer.run(rings, k, v, Int32(0))
+                self._produce(rings, mailbox, k, v, mQ, lengths, shape, source)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
             self._set_accumulation(mmas)
+            self._consume(mmas, rings, smem, mailbox, mQ, scales, shape, output)
+
+    @cute.jit
+    def _produce(
+        self,
+        rings,
+        mailbox: Mailbox,
+        k: TmaOperand,
+        v: TmaOperand,
+        mQ: cute.Tensor,
+        lengths: Lengths,
+        shape: Shape,
+        source: PagedSource,
+    ):
+        config = self.config
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        done, turn, live = Int32(0), Int32(0), Int32(1)
+        while live != 0:
+            number = item_number(cta, ctas, turn)
+            item = find_item(lengths, shape, number, config.rows, config.tile_tokens)
+            post(mailbox, item, turn)
+            if (item.live != 0) & (item.tiles > 0):
+                producer = PrefillProducer(config, lengths, source, item)
+                producer.prefetch_queries(mQ, shape)
+                producer.run(rings, k, v, done)
+            done = done + item.tiles
+            turn = turn + 1
+            live = item.live
+
+    @cute.jit
+    def _consume(
+        self,
+        mmas,
+        rings,
+        smem,
+        mailbox: Mailbox,
+        mQ: cute.Tensor,
+        scales: Scales,
+        shape: Shape,
+        output: Output,
+    ):
+        done, turn, live = Int32(0), Int32(0), Int32(1)
+        while live != 0:
+            item = collect(mailbox, turn)
             if item.live != 0:
-                consumer = Consumer(config, mmas, shape, item, rings, smem, scales.softcap)
-                consumer.run(mQ, scales, output)
+                consumer = self.consumer(
+                    self.config, mmas, shape, item, rings, smem, scales.softcap
+                )
+                consumer.run(mQ, scales, output, done)
+            done = done + item.tiles
+            turn = turn + 1
+            live = item.live
+
+    def _init_consumers(self, smem: ConsumerSmem):
+        for buffer in range(2):
+            cute.arch.mbarrier_init(smem.p_full + buffer, CONSUMER_WARPS)
+        for i in range(2 * CONSUMER_WARPS):
+            dsl.st_shared_b32(smem.flags + 4 * i, Int32(-1))
 
     def _set_accumulation(self, mmas):
         begin_scores, add_scores, add_values = mmas
@@ -174,28 +235,35 @@ class PrefillSm90:
         add_values.set(warpgroup.Field.ACCUMULATE, True)
 
     def _init_rings(self, rings: Rings):
-        """Mbarriers of the rings; of FP8 each warpgroup has slots of K for itself."""
-        slots = self.config.slots_per_tile
-        for slot in range(slots * self.config.k_stages):
+        """Mbarriers of the rings. Of FP8 each warpgroup has slots of K for itself; where they share
+        rows, slots of V."""
+        config = self.config
+        half = CONSUMER_WARPS // 2
+        k_readers = half if config.converts else CONSUMER_WARPS
+        v_readers = half if config.shares_rows else CONSUMER_WARPS
+        for slot in range(config.k_slots):
             cute.arch.mbarrier_init(rings.k_full + slot, 1)
-            cute.arch.mbarrier_init(rings.k_empty + slot, CONSUMER_WARPS // slots)
-        for slot in range(self.config.v_slots):
+            cute.arch.mbarrier_init(rings.k_empty + slot, k_readers)
+        for slot in range(config.v_slots):
             cute.arch.mbarrier_init(rings.v_full + slot, 1)
-            cute.arch.mbarrier_init(rings.v_empty + slot, CONSUMER_WARPS)
+            cute.arch.mbarrier_init(rings.v_empty + slot, v_readers)
 
     def _allocate_slots(self, array) -> tuple[cute.Pointer, cute.Pointer]:
         """Of K and of V. What needs 1024-byte alignment comes first, or padding costs memory."""
         config = self.config
-        k_slots, v_slots = config.slots_per_tile * config.k_stages, config.v_slots
-        k = array(Uint8, k_slots * config.slot_bytes, 1024)
-        return k, array(Uint8, v_slots * config.slot_bytes, 1024)
+        k = array(Uint8, config.k_slots * config.slot_bytes, 1024)
+        return k, array(Uint8, config.v_slots * config.slot_bytes, 1024)
 
     def _allocate_barriers(self, array, k: cute.Pointer, v: cute.Pointer) -> Rings:
         config = self.config
-        k_slots, v_slots = config.slots_per_tile * config.k_stages, config.v_slots
+        k_slots, v_slots = config.k_slots, config.v_slots
         k_full, k_empty = array(Int64, k_slots, 8), array(Int64, k_slots, 8)
         v_full, v_empty = array(Int64, v_slots, 8), array(Int64, v_slots, 8)
         return Rings(k, k_full, k_empty, v, v_full, v_empty)
+
+    def _allocate_mailbox(self, array) -> Mailbox:
+        words = array(Int32, len(Item._fields), 16)
+        return Mailbox(words.toint(), array(Int64, 1, 8), array(Int64, 1, 8))
 
     def _operand(self, pointer: cute.Pointer, layout) -> cute.Tensor:
         """Shared memory as an MMA operand."""
@@ -221,7 +289,7 @@ class PrefillSm90:
         p_shape = (rows, TILE_TOKENS, 2)
         sP = self._operand(p, cute.tile_to_shape(k_major, p_shape, order=(0, 1, 2)))
         tables = [x.toint() for x in (q, p, maxima, reference, position, flags)]
-        return rings, ConsumerSmem(*tables, p_full, sQ, sP)
+        return rings, ConsumerSmem(*tables, p_full, sQ, sP), self._allocate_mailbox(array)
 
 
 def shared_arrays():

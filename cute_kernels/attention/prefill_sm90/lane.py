@@ -19,7 +19,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -29,7 +28,7 @@ from cute_kernels.attention.prefill_sm90.config import (
     PrefillConfig,
 )
 from cute_kernels.attention.prefill_sm90.layout import make_layout
-from cute_kernels.attention.prefill_sm90.schedule import Item, Shape
+from cute_kernels.attention.prefill_sm90.schedule import Item, Shape, token_and_head
 
 # exp2 of it times the largest rounding of a sum stays far inside fp16's range (2^16).
 HEADROOM = 8.0
@@ -113,12 +112,8 @@ class Lane:
         """Address of a row's -reference; its scale lies 8 bytes before."""
         return self.smem.reference + (row // 2) * 16 + (row % 2) * 4 + 8
 
-    def clamped_row(self, row_in_item: Int32) -> Int32:
-        """Packed row of the sequence; rows past the item are copies of its last row.
-
-        Their scores are computed and dropped: nothing is written for them.
-        """
-        return cutlass.min(self.item.first_row + row_in_item, self.item.rows_end - 1)
+    def token_and_head(self, row_in_item: Int32) -> tuple[Int32, Int32]:
+        return token_and_head(self.item, self.shape, row_in_item)
 
 
 class ConsumerLane(Lane):

@@ -7,9 +7,9 @@ from cute_kernels.attention.prefill_sm90.config import PrefillConfig
 
 
 class Layout16Bits:
-    """Column blocks of 128 bytes (64 elements), in each the tokens one after the other, 128-byte
-    swizzled: a K-major operand for K, an N-major one for V. A TMA box is one column block of
-    ``box_tokens`` tokens, so that boxes leave no gap in the operand."""
+    """In a slot column blocks of 128 bytes (64 elements), in each the tokens one after the other,
+    128-byte swizzled: a K-major operand for K, an N-major one for V. A TMA box is one column block
+    of ``box_tokens`` tokens, so that boxes leave no gap in the operand."""
 
     row_bytes = 128
     blocks = 1
@@ -17,7 +17,7 @@ class Layout16Bits:
     def __init__(self, config: PrefillConfig):
         self.box_tokens = config.box_tokens
         self.token_boxes = config.slot_tokens // config.box_tokens
-        self.columns = config.head_bytes // self.row_bytes
+        self.columns = config.value_columns * 2 // self.row_bytes
         self.boxes = self.token_boxes * self.columns
         self.box_bytes = self.block_bytes = config.box_tokens * self.row_bytes
 

@@ -101,9 +101,7 @@ def _plan(problem: AttentionProblem, q, k, v, out, skip_rows: int) -> KernelLaun
     page_size = None if problem.block_table is None else k.shape[1]
     config = _config(q.shape[2], q.dtype, k.dtype, page_size)
     arch = device_arch(q.device.index)
-    ctas = item_bound(problem)
-    if not config.converts:
-        ctas = min(ctas, arch.sm_count)
+    ctas = min(item_bound(problem), arch.sm_count)
     function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
-from cute_kernels import dsl
+from cute_kernels import dsl, dsl_store
 from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource, Producer, TmaOperand
 from cute_kernels.attention.prefill_sm90.config import PrefillConfig
 from cute_kernels.attention.prefill_sm90.lane import Rings
 from cute_kernels.attention.prefill_sm90.layout import make_layout
-from cute_kernels.attention.prefill_sm90.schedule import Item
+from cute_kernels.attention.prefill_sm90.schedule import Item, Shape, token_and_head
 
 # CTAs beside each other read the same pages: L2 treats them as any data (createpolicy).
 EVICT_NORMAL = 0x1000000000000000
+L2_LINE = 128
 
 
 class PrefillProducer(Producer):
@@ -35,6 +36,7 @@ class PrefillProducer(Producer):
         phase: Int32,
         full: cute.Pointer,
         empty: cute.Pointer,
+        first_column: cutlass.Constexpr,
     ):
         """Boxes, (page, token in page) each, into a ring slot."""
         cute.arch.mbarrier_wait(empty + slot, phase)
@@ -45,7 +47,8 @@ class PrefillProducer(Producer):
             for i in cutlass.range_constexpr(layout.token_boxes):
                 page, in_page = boxes[i]
                 sBox = sBoxes[None, column * layout.token_boxes + i, slot]
-                self.load_box(operand, sBox, in_page, self.item.head, page, full + slot, column)
+                block = first_column + column
+                self.load_box(operand, sBox, in_page, self.item.head, page, full + slot, block)
 
     @cute.jit
     def boxes_at(self, first_box: Int32):
@@ -69,14 +72,23 @@ class PrefillProducer(Producer):
         return page, in_page
 
     @cute.jit
+    def prefetch_queries(self, mQ: cute.Tensor, shape: Shape):
+        """The item's rows to L2, while the consumers are still at the item before."""
+        rows, lines = self.config.rows, self.config.head_size * 2 // L2_LINE
+        for begin in cutlass.range(0, rows * lines, 32, unroll=1):
+            line = begin + cute.arch.lane_idx()
+            token, head = token_and_head(self.item, shape, line // lines)
+            element = cute.crd2idx((token, head, (line % lines) * (L2_LINE // 2)), mQ.layout)
+            dsl_store.prefetch_l2(mQ.iterator.toint() + 2 * Int64(element))
+
+    @cute.jit
     def run(self, rings: Rings, k: TmaOperand, v: TmaOperand, done: Int32):
         """The item's tiles; ``done``: tiles that have gone through the rings before."""
-        config, layout, item = self.config, self.layout, self.item
+        config, item = self.config, self.item
         slots = config.slots_per_tile
-        v_stages = config.v_slots // slots
-        sK = self.ring_boxes(rings.k, slots * config.k_stages, config.slot_bytes)
+        sK = self.ring_boxes(rings.k, config.k_slots, config.slot_bytes)
         sV = self.ring_boxes(rings.v, config.v_slots, config.slot_bytes)
-        boxes_per_tile = slots * layout.token_boxes
+        boxes_per_tile = config.tile_tokens // config.box_tokens
         tiles_per_read = 32 // boxes_per_tile
         page = Int32(0)
         in_page = Int32(0)
@@ -89,25 +101,32 @@ class PrefillProducer(Producer):
                 old_in_page = in_page
                 page, in_page = self.boxes_at(t * boxes_per_tile)
             if t < item.tiles:
-                number = done + t
-                phase = ((number // config.k_stages) & 1) ^ 1
                 for i in cutlass.range_constexpr(slots):
-                    boxes = self._boxes(page, in_page, t * boxes_per_tile + i * layout.token_boxes)
-                    slot = slots * (number % config.k_stages) + i
-                    self.load_slot(k, sK, boxes, slot, phase, rings.k_full, rings.k_empty)
+                    first_box, column = self._part(t, i)
+                    boxes = self._boxes(page, in_page, first_box)
+                    number = slots * (done + t) + i
+                    slot, phase = number % config.k_slots, ((number // config.k_slots) & 1) ^ 1
+                    self.load_slot(k, sK, boxes, slot, phase, rings.k_full, rings.k_empty, column)
             if t > 0:
                 v_page = page
                 v_in_page = in_page
                 if t % tiles_per_read == 0:
                     v_page = old_page
                     v_in_page = old_in_page
-                number = done + t - 1
-                phase = ((number // v_stages) & 1) ^ 1
                 for i in cutlass.range_constexpr(slots):
-                    first = (t - 1) * boxes_per_tile + i * layout.token_boxes
-                    boxes = self._boxes(v_page, v_in_page, first)
-                    slot = slots * (number % v_stages) + i
-                    self.load_slot(v, sV, boxes, slot, phase, rings.v_full, rings.v_empty)
+                    first_box, column = self._part(t - 1, i)
+                    boxes = self._boxes(v_page, v_in_page, first_box)
+                    number = slots * (done + t - 1) + i
+                    slot, phase = number % config.v_slots, ((number // config.v_slots) & 1) ^ 1
+                    self.load_slot(v, sV, boxes, slot, phase, rings.v_full, rings.v_empty, column)
+
+    def _part(self, t: Int32, i: int):
+        """First box and first column block of slot i of a tile."""
+        config, layout = self.config, self.layout
+        first_box = t * (config.tile_tokens // config.box_tokens)
+        if config.converts:
+            return first_box + i * layout.token_boxes, 0
+        return first_box, i * layout.columns
 
     def _boxes(self, page: Int32, in_page: Int32, first_box: Int32):
         """Boxes first_box, ... of a slot, from the lanes that looked them up."""

@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels import dsl
 from cute_kernels.attention.prefill_sm90.config import TILE_TOKENS
-from cute_kernels.attention.prefill_sm90.lane import ConsumerLane
+from cute_kernels.attention.prefill_sm90.lane import ConsumerLane, Place
 
 
 def _operand(steps: int):
@@ -76,13 +76,17 @@ class ProductsFp8(ConsumerLane):
             words.append((self.out_bytes + 32 * u, pack(acc[at] * factor, acc[at + 2] * factor)))
         return words
 
-    def scores(self, rS: cute.Tensor, slot: Int32):
-        """rS = K Q^T of the warpgroup's half tile in ring slot ``slot``, raw products.
+    def scores(self, rS: cute.Tensor, number: Int32):
+        """rS = K Q^T of the warpgroup's half of tile ``number``, raw products.
 
         Hands the slot back. With ``overlap`` the last MMAs are left in flight.
         """
-        config, layout = self.config, self.layout
-        base = self.k_address + slot * config.slot_bytes
+        config, layout, rings = self.config, self.layout, self.rings
+        stages = config.k_slots // 2
+        stage = number % stages
+        slot = 2 * stage + self.half
+        cute.arch.mbarrier_wait(rings.k_full + slot, (number // stages) & 1)
+        base = self.k_address + 2 * stage * config.slot_bytes
         target = accumulator(rS, 0, self.row_blocks)
         tQ = self.add_scores.make_fragment_B(self.add_scores.get_slice(0).partition_B(self.smem.sQ))
         passes, steps = config.head_size // 64, config.score_steps
@@ -113,7 +117,7 @@ class ProductsFp8(ConsumerLane):
                     cute.gemm(mma, target, rA[None, None, s], tQ[None, None, 4 * p + at], target)
                 warpgroup.commit_group()
                 if last and p == passes - 1:
-                    self.arrive(self.rings.k_empty + 2 * (slot // 2) + self.half)
+                    self.arrive(rings.k_empty + slot)
                     if config.overlap:
                         return
                 warpgroup.wait_group(1)
@@ -123,14 +127,17 @@ class ProductsFp8(ConsumerLane):
         """MMA groups of one tile's ``values``."""
         return 2 * self.config.value_blocks * (4 // self.config.value_steps)
 
-    def values(self, acc: cute.Tensor, buffer: Int32, slot: Int32, phase: Int32, arrived, between):
-        """acc += V^T P^T of a tile, whose V is in slots ``slot`` and ``slot + 1``.
+    def values(self, acc: cute.Tensor, place: Place, between):
+        """acc += V^T P^T of tile ``place``.
 
-        arrived(half): called before a half's first load, when its bytes are there. between(i):
-        called after MMA group i has been issued, for work to do meanwhile. The last MMAs are left
-        in flight. Hands the slots back.
+        between(i): called after MMA group i has been issued, for work to do meanwhile. The last
+        MMAs are left in flight. Hands the slots back.
         """
         config, layout = self.config, self.layout
+        stages = config.v_slots // 2
+        buffer = place.number & 1
+        slot = 2 * (place.number % stages)
+        phase = (place.number // stages) & 1
         steps = config.value_steps
         parts = 4 // steps
         row_blocks = self.value_row_blocks
@@ -149,7 +156,7 @@ class ProductsFp8(ConsumerLane):
         def load(half: int, u: int, part: int):
             if u == 0 and part == 0:
                 cute.arch.mbarrier_wait(self.rings.v_full + (slot + half), phase)
-                arrived(half)
+                self.clear_dead_values(place.first_token, slot, half)
             address = (
                 self.v_address
                 + (slot + half) * config.slot_bytes

@@ -16,6 +16,7 @@ from cute_kernels.attention.common.tile_schedule import query_token
 from cute_kernels.attention.decode_sm90.queries import scale_of_row
 from cute_kernels.attention.prefill_sm90.config import CONSUMER_WARPS
 from cute_kernels.attention.prefill_sm90.lane import Lane
+from cute_kernels.attention.prefill_sm90.schedule import clamped_row
 
 
 class QueryLoading(Lane):
@@ -24,7 +25,7 @@ class QueryLoading(Lane):
 
     def position_of(self, row_in_item: Int32) -> Int32:
         """Key position of a row's own token."""
-        return self.item.own + query_token(self.shape, self.clamped_row(row_in_item))
+        return self.item.own + query_token(self.shape, clamped_row(self.item, row_in_item))
 
     @cute.jit
     def publish_positions(self):
@@ -34,11 +35,8 @@ class QueryLoading(Lane):
 
     def _row_address(self, mQ: cute.Tensor, row_in_item: Int32) -> Int64:
         """Address of the lane's first 16 bytes of a row."""
-        item, group = self.item, self.shape.group
-        row = self.clamped_row(row_in_item)
-        token = query_token(self.shape, row)
-        query_head = item.head * group + row - token * group
-        element = cute.crd2idx((item.q_start + token, query_head, 16 * self.j), mQ.layout)
+        token, query_head = self.token_and_head(row_in_item)
+        element = cute.crd2idx((token, query_head, 16 * self.j), mQ.layout)
         return mQ.iterator.toint() + Int64(element) * 2
 
     @cute.jit

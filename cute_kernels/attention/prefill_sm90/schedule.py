@@ -3,8 +3,8 @@
 An *item* is one chunk of ``rows`` packed query rows (query token x group member) of one sequence,
 for one KV head. Items are numbered sequence by sequence, within a sequence from its last chunk to
 its first, so that under a causal mask the long ones start early; KV heads are innermost, so that
-the CTAs beside each other share what they read. The launch has a CTA for as many items as the
-host's bounds allow; those past the last item leave at once.
+the CTAs beside each other share what they read. A CTA serves one item after the other: number
+``cta`` of the grid's first round, then, back and forth, one of each further round.
 
 Nothing here reads the host, and nothing of an item depends on the rest of the batch: a sequence's
 bits are the same whatever its neighbours are.
@@ -167,3 +167,18 @@ def view_of(item: Item, shape: Shape) -> View:
         cutlass.max(last - shape.window_left, Int32(0)),
         cutlass.min(first + shape.window_right + 1, item.used),
     )
+
+
+def clamped_row(item: Item, row_in_item: Int32) -> Int32:
+    """Packed row of the sequence; rows past the item are copies of its last row.
+
+    Their scores are computed and dropped: nothing is written for them.
+    """
+    return cutlass.min(item.first_row + row_in_item, item.rows_end - 1)
+
+
+def token_and_head(item: Item, shape: Shape, row_in_item: Int32) -> tuple[Int32, Int32]:
+    """Query token and head of a row, for the layouts of Q and O."""
+    row = clamped_row(item, row_in_item)
+    token = query_token(shape, row)
+    return item.q_start + token, item.head * shape.group + row - token * shape.group
