@@ -201,6 +201,18 @@ def _full_grid() -> list[AttentionCase]:
     return cases
 
 
+# What a case's cache holds: FP8, or 16 bits as its queries.
+CACHES = ("fp8", "bf16", "fp16")
+
+
+def with_cache(case: AttentionCase, cache: str) -> AttentionCase:
+    """The case with such a cache; one of `CACHES`. Of 16 bits the queries have its dtype, too."""
+    if cache == "fp8":
+        return replace(case, kv_dtype=FP8)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[cache]
+    return replace(case, kv_dtype=dtype, q_dtype=dtype, scale_kind="none")
+
+
 DEFAULT_CASES = _default_grid()
 FULL_CASES = DEFAULT_CASES + _full_grid()
 

@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels import flash_attn_varlen_func
 from tests.attention.helpers import Inputs, attend, check, exact
-from tests.cases import AttentionCase, make_inputs, spread, write_pages
+from tests.cases import CACHES, AttentionCase, make_inputs, spread, with_cache, write_pages
 from tests.compare import assert_bit_equal, assert_lse_close, assert_output_close, relative_error
 
 
@@ -27,17 +27,19 @@ def case_of(name: str, *kv_lens: int, q_len: int = 1, **fields: object) -> Atten
     return AttentionCase(id=name, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens), **fields)
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("q_len", (1, 4))
 @pytest.mark.parametrize("window", ((-1, -1), (100, 0)))
 @pytest.mark.parametrize("layout", ("NHD", "HND", "interleaved"))
 @pytest.mark.parametrize(("head_size", "page_size"), ((64, 16), (128, 64), (256, 32), (512, 128)))
 def test_unused_memory_never_reaches_the_output(
-    device, head_size, page_size, layout, window, q_len
+    device, head_size, page_size, layout, window, q_len, cache
 ):
     case = case_of(
         "poison", 1, 65, 700, 0, 129, q_len=q_len, window=window, layout=layout,
         head_size=head_size, page_size=page_size,
     )  # fmt: skip
+    case = with_cache(case, cache)
     out, lse = check(make_inputs(case, device, fill="poison"))
     assert_same(make_inputs(case, device, fill="zero"), (out, lse), "unused memory zero")
 

@@ -35,11 +35,11 @@ class NamedBarrier(IntEnum):
 class ConsumerSmem(NamedTuple):
     """Shared addresses of the consumer's tables (bytes), and Q^T and P^T as MMA operands.
 
-    p: probabilities, 16 bits, rows x 64 tokens for each tile of two steps: while warps still read one
-    step's, others fill the next one's. row_max, row_sum: (4 warps, rows) float32. visible: (rows,)
-    pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score into a
-    log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two entries of
-    SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
+    p: probabilities, rows x 64 tokens for each tile of two steps: while warps still read those of
+    one step, others fill the next one's. row_max, row_sum: (4 warps, rows) float32. visible:
+    (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score
+    into a log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two entries
+    of SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
     """
 
     p: Int32

@@ -90,10 +90,8 @@ class TileMath(ConsumerLane):
                         pair = self._query_fragments(2 * p + s // 2)
                     b = (pair[2 * (s % 2)], pair[2 * (s % 2) + 1])
                 c = 4 * (s % self.chains)
-                d = dsl.mma_m16n8k16(
-                    *operands[i], b[0], b[1], rS[c], rS[c + 1], rS[c + 2], rS[c + 3],
-                    self.mma_kind,
-                )  # fmt: skip
+                sums = [rS[c + z] for z in range(4)]
+                d = dsl.mma_m16n8k16(operands[i], b, sums, self.mma_kind)
                 for z in cutlass.range_constexpr(4):
                     rS[c + z] = d[z]
 
@@ -319,9 +317,7 @@ class TileMath(ConsumerLane):
             operands = self.kv.value_operands(loaded, s)
             for block in cutlass.range_constexpr(self.kv.blocks_per_load):
                 at = 4 * (load * self.kv.blocks_per_load + block)
-                d = dsl.mma_m16n8k16(
-                    *operands[block], p[s][0], p[s][1],
-                    acc[at], acc[at + 1], acc[at + 2], acc[at + 3], self.mma_kind,
-                )  # fmt: skip
+                sums = [acc[at + z] for z in range(4)]
+                d = dsl.mma_m16n8k16(operands[block], p[s], sums, self.mma_kind)
                 for z in cutlass.range_constexpr(4):
                     acc[at + z] = d[z]
