@@ -103,10 +103,10 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
 
     On CUDA the call does not synchronise, reads no device tensor on the host and can be captured
     in a graph (call once before, so that the kernel is compiled); a replay serves other lengths
-    within the captured maxima. What no kernel here covers (head sizes other than 64, 128, 256 and,
-    for an FP8 or nvfp4 cache, 512; block sizes that are no multiple of 16; deterministic=True from
-    an nvfp4 cache; GPUs other than SM90) runs the torch reference instead, slowly and with a host
-    synchronisation, and warns once with the reason; under capture it raises.
+    within the captured maxima. What no kernel here covers (head sizes other than 64, 128, 256 and
+    512; block sizes that are no multiple of 16; deterministic=True from an nvfp4 cache, or at head
+    size 512 from one in q's dtype; GPUs other than SM90) runs the torch reference instead, slowly
+    and with a host synchronisation, and warns once with the reason; under capture it raises.
 
     Raises:
         ValueError: an argument that cannot be right; the message says what was given and what is
