@@ -127,6 +127,8 @@ def _default_grid() -> list[AttentionCase]:
         _case("q-longer-than-kv", kv_lens=(3, 200, 1, 65), q_lens=(8, 8, 4, 2)),
         _case("varlen-with-zeros", kv_lens=(0, 500, 64, 0, 63, 129), q_lens=(1, 0, 3, 0, 8, 2)),
         _case("tile-edges", kv_lens=(1, 63, 64, 65, 127, 128, 129, 191, 192, 193), q_len=1),
+        _case("64-packed-rows", q_len=8, num_q_heads=16, kv=3000),
+        _case("64-packed-rows-d64", q_len=8, num_q_heads=16, kv=3000, head_size=64),
         _case("70-packed-rows", q_lens=(10, 1, 9), num_q_heads=14, num_kv_heads=2),
         _case("prefill-200", kv_lens=(200, 333, 500), q_lens=(200, 1, 130)),
         _case("prefill-longer-than-kv", kv_lens=(100, 30), q_lens=(150, 64)),
