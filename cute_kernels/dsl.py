@@ -384,15 +384,12 @@ def transpose_8x8_b16(word: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def mma_m16n8k16_f16(
-    a0: Int32, a1: Int32, a2: Int32, a3: Int32, b0: Int32, b1: Int32,
-    c0: Float32, c1: Float32, c2: Float32, c3: Float32, *, loc=None, ip=None,
-):  # fmt: skip
-    """D = A B + C on one warp; A and B hold f16 pairs, C and D float32."""
+def mma_m16n8k16(a, b, c, kind: str, *, loc=None, ip=None):
+    """D = A B + C on one warp; A (4 words) and B (2) hold pairs of ``kind`` (f16 or bf16), C and D
+    4 float32."""
     ptx = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     )
     constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
-    operands = [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3]
-    return _asm([Float32] * 4, operands, ptx, constraints, False, loc, ip)
+    return _asm([Float32] * 4, [*a, *b, *c], ptx, constraints, False, loc, ip)

@@ -115,21 +115,22 @@ def contracts() -> tuple[KernelContract, ...]:
     # Not those that read what another kernel made of an FP8 cache.
     prefill = [each for each in prefill_sm90.support_table() if not each.reads_copies]
     return (
-        _decode_sm90(),
+        _decode_sm90("decode_sm90", decode_sm90.QUANTIZED_FORMATS),
+        _decode_sm90("decode_sm90_16_bits", decode_sm90.Q_DTYPES),
         _prefill_sm90("prefill_sm90", [each for each in prefill if each.converts]),
         _prefill_sm90("prefill_sm90_16_bits", [each for each in prefill if not each.converts]),
     )
 
 
-def _decode_sm90() -> KernelContract:
+def _decode_sm90(name: str, kv_formats: tuple[str, ...]) -> KernelContract:
     config = decode_sm90
     return KernelContract(
-        name="decode_sm90",
+        name=name,
         architectures=("sm_90a",),
         head_sizes=config.HEAD_SIZES,
-        kv_cache_formats=config.KV_FORMATS,
+        kv_cache_formats=kv_formats,
         q_dtypes=config.Q_DTYPES,
-        cache_in_q_dtype=False,
+        cache_in_q_dtype=kv_formats == config.Q_DTYPES,
         tile_tokens=config.TILE_TOKENS,
         page_sizes=PageSizes((), min(config.BOX_TOKENS)),
         advertised_page_sizes=PageSizes((config.TILE_TOKENS,), config.TILE_TOKENS),

@@ -106,9 +106,13 @@ DECODE_CASES = (
 )
 # The same from a cache of 9 / 16 of the bytes.
 NVFP4_CASES = tuple(replace(case, kv_cache_dtype="nvfp4") for case in DECODE_CASES)
-ALL_CASES = DECODE_CASES + NVFP4_CASES
+# And from a cache in the queries' dtype, of twice the bytes: what quantizing is worth.
+BF16_CASES = tuple(replace(case, kv_cache_dtype="bf16") for case in DECODE_CASES)
+ALL_CASES = DECODE_CASES + NVFP4_CASES + BF16_CASES
 # One case of each head size, short ones: a smoke test, not a result.
-QUICK_CASES = tuple(cases[i] for cases in (DECODE_CASES, NVFP4_CASES) for i in (1, 8, 10, 11))
+QUICK_CASES = tuple(
+    cases[i] for cases in (DECODE_CASES, NVFP4_CASES, BF16_CASES) for i in (1, 8, 10, 11)
+)
 
 
 def select_cases(patterns: tuple[str, ...]) -> list[DecodeCase]:

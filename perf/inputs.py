@@ -1,4 +1,5 @@
-"""Inputs of benchmark cases: one pool of random e4m3 bytes that all cases look at.
+"""Inputs of benchmark cases: one pool of random e4m3 bytes that all cases look at (of 16-bit caches
+one of normally distributed elements).
 
 A case's K and V are views of the pool, so that a run over all cases creates its gigabytes once.
 Input sets of a case have block tables over disjoint random pages; a timer that rotates over them
@@ -23,6 +24,8 @@ _CHUNK = 1 << 28
 # Root mean square of uniformly drawn e4m3 codes, and of e2m1 codes times such block scales:
 # descales bring values to about unit variance.
 CODE_RMS = 100.0
+# Caches in the queries' dtype.
+WIDE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NVFP4_RMS = 293.0
 
 
@@ -30,9 +33,10 @@ NVFP4_RMS = 293.0
 class InputSet:
     """Arguments of one call: the names of `flash_attn_varlen_func`.
 
-    q, out (batch * q_len, Hq, D); k, v (num_blocks, page, Hkv, D) float8_e4m3fn, or codes of nvfp4
-    with their block scales; block_table (batch, pages) int32; descales (batch, Hkv) float32; lse
-    (Hq, batch * q_len) float32 is scratch for providers that always write one.
+    q, out (batch * q_len, Hq, D); k, v (num_blocks, page, Hkv, D) float8_e4m3fn, q's dtype, or
+    codes of nvfp4 with their block scales; block_table (batch, pages) int32; descales (batch, Hkv)
+    float32, None of 16 bits; lse (Hq, batch * q_len) float32 is scratch for providers that always
+    write one.
     """
 
     q: torch.Tensor
@@ -41,8 +45,8 @@ class InputSet:
     block_table: torch.Tensor
     seqused_k: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    k_descale: torch.Tensor
-    v_descale: torch.Tensor
+    k_descale: torch.Tensor | None
+    v_descale: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
     max_seqlen_q: int
@@ -64,16 +68,16 @@ class InputSet:
     def sequences(self, indices: list[int]) -> InputSet:
         """The same call for some of the sequences, with q, tables and scales of its own."""
         rows = self.rows_of(indices)
+        scales = {name: getattr(self, name) for name in ("k_descale", "v_descale")}
         return replace(
             self,
             q=self.q[rows],
             block_table=self.block_table[indices].contiguous(),
             seqused_k=self.seqused_k[indices],
             cu_seqlens_q=self.cu_seqlens_q[: len(indices) + 1],
-            k_descale=self.k_descale[indices],
-            v_descale=self.v_descale[indices],
             out=self.out[rows],
             lse=self.lse[:, rows],
+            **{name: None if x is None else x[indices] for name, x in scales.items()},
         )
 
 
@@ -89,16 +93,35 @@ def set_count(case: DecodeCase) -> int:
 
 
 class KVPool:
-    """K bytes and V bytes for the largest of some cases: (bytes,) uint8 each, no e4m3 NaN."""
+    """K and V for the largest of some cases: (bytes,) uint8 each, no e4m3 NaN.
+
+    wide: the same by 16-bit cache dtype, (elements,) of it.
+    """
 
     def __init__(self, cases: Iterable[DecodeCase], device: str, seed: int = 0) -> None:
-        wanted = max(kv_side_bytes(case) * set_count(case) for case in cases)
+        wanted: dict[str, int] = {}
+        for case in cases:
+            kind = case.kv_cache_dtype if case.kv_cache_dtype in WIDE_DTYPES else "bytes"
+            size = kv_side_bytes(case) * set_count(case)
+            wanted[kind] = max(wanted.get(kind, 0), size)
         generator = torch.Generator(device).manual_seed(seed)
-        self.k = random_codes(wanted, generator)
-        self.v = random_codes(wanted, generator)
+        self.k, self.v = (random_codes(max(wanted.values()), generator) for _ in "kv")
+        self.wide = {
+            name: [random_elements(wanted[name] // 2, dtype, generator) for _ in "kv"]
+            for name, dtype in WIDE_DTYPES.items()
+            if name in wanted
+        }
 
     def views(self, case: DecodeCase) -> dict[str, torch.Tensor]:
         """K and V of a case, by their names in an input set: as many pages as the pool holds."""
+        if case.kv_cache_dtype in WIDE_DTYPES:
+            shape = (-1, case.page_size, case.num_kv_heads, case.head_size)
+            size = shape[1] * shape[2] * shape[3]
+            sides = self.wide[case.kv_cache_dtype]
+            return {
+                name: side[: side.numel() // size * size].view(shape)
+                for name, side in zip("kv", sides, strict=True)
+            }
         row = int(case.head_size * ELEMENT_BYTES[case.kv_cache_dtype])
         page_bytes = case.page_size * case.num_kv_heads * row
         pages = self.k.numel() // page_bytes
@@ -123,6 +146,11 @@ def random_codes(count: int, generator: torch.Generator) -> torch.Tensor:
         chunk.random_(0, 254, generator=generator)
         chunk += (chunk >= 0x7F).to(torch.uint8)
     return codes
+
+
+def random_elements(count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """(count,) of unit variance."""
+    return torch.empty(count, dtype=dtype, device=generator.device).normal_(generator=generator)
 
 
 def make_input_sets(
@@ -151,8 +179,10 @@ def _make_set(
     q = torch.randn(shape, generator=generator, device=device).to(getattr(torch, case.q_dtype))
     shape_of_scales = (case.batch, case.num_kv_heads)
 
-    def descale() -> torch.Tensor:
+    def descale() -> torch.Tensor | None:
         """Values within 2x of each other, so that a scale of the wrong sequence or head shows."""
+        if case.kv_cache_dtype in WIDE_DTYPES:
+            return None
         rms = NVFP4_RMS if case.kv_cache_dtype == "nvfp4" else CODE_RMS
         if case.one_scale:
             return torch.full((1, 1), 1 / rms, device=device).expand(shape_of_scales)

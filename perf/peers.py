@@ -143,7 +143,9 @@ def dense_kv(inputs: InputSet) -> list[torch.Tensor]:
     for pages, descale in ((inputs.k, inputs.k_descale), (inputs.v, inputs.v_descale)):
         codes = pages.view(torch.uint8)[inputs.block_table].view(pages.dtype)
         dense = codes.flatten(1, 2)[:, : inputs.max_seqlen_k].to(inputs.q.dtype)
-        found.append((dense * descale[:, None, :, None].to(dense.dtype)).transpose(1, 2))
+        if descale is not None:
+            dense = dense * descale[:, None, :, None].to(dense.dtype)
+        found.append(dense.transpose(1, 2))
     return found
 
 

@@ -100,14 +100,21 @@ PROVIDERS = (
         "cute_kernels",
         "cute_kernels",
         _bind_cute_kernels,
-        kv_cache_dtypes=("fp8_e4m3", "nvfp4"),
+        kv_cache_dtypes=("fp8_e4m3", "nvfp4", "bf16", "fp16"),
     ),
     Provider("triton_baseline", "triton", _bind_triton_baseline),
     Provider("flashinfer_xqa", "flashinfer", peers.flashinfer_xqa, max_relative_error=5e-2),
     Provider("flashinfer_fa2", "flashinfer", peers.flashinfer_fa2),
-    Provider("vllm_fa4", "vllm", _bind_vllm_fa4),
+    Provider("vllm_fa4", "vllm", _bind_vllm_fa4, kv_cache_dtypes=("fp8_e4m3", "bf16", "fp16")),
     Provider("vllm_triton", "vllm", peers.vllm_triton),
-    Provider("torch_sdpa", "torch", peers.torch_sdpa, max_relative_error=6e-3, on_request=True),
+    Provider(
+        "torch_sdpa",
+        "torch",
+        peers.torch_sdpa,
+        max_relative_error=6e-3,
+        on_request=True,
+        kv_cache_dtypes=("fp8_e4m3", "bf16", "fp16"),
+    ),
 )
 
 

@@ -16,7 +16,11 @@ import torch
 
 from perf.cases import DecodeCase
 
-ELEMENT_BYTES = {"fp8_e4m3": 1.0, "nvfp4": 0.5625, "bfloat16": 2.0, "float16": 2.0}
+ELEMENT_BYTES = {
+    "fp8_e4m3": 1.0,
+    "nvfp4": 0.5625,
+    **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16"), 2.0),
+}
 BLOCK_TABLE_BYTES = 4
 # Past the L2 cache, and not much more: on an H200 a copy of 2 GiB reached 2.8 TB/s, one of 201 MB
 # 4.2 (2026-11-30).

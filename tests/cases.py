@@ -127,6 +127,8 @@ def _default_grid() -> list[AttentionCase]:
         _case("q-longer-than-kv", kv_lens=(3, 200, 1, 65), q_lens=(8, 8, 4, 2)),
         _case("varlen-with-zeros", kv_lens=(0, 500, 64, 0, 63, 129), q_lens=(1, 0, 3, 0, 8, 2)),
         _case("tile-edges", kv_lens=(1, 63, 64, 65, 127, 128, 129, 191, 192, 193), q_len=1),
+        _case("64-packed-rows", q_len=8, num_q_heads=16, kv=3000),
+        _case("64-packed-rows-d64", q_len=8, num_q_heads=16, kv=3000, head_size=64),
         _case("70-packed-rows", q_lens=(10, 1, 9), num_q_heads=14, num_kv_heads=2),
         _case("prefill-200", kv_lens=(200, 333, 500), q_lens=(200, 1, 130)),
         _case("prefill-longer-than-kv", kv_lens=(100, 30), q_lens=(150, 64)),
@@ -199,6 +201,18 @@ def _full_grid() -> list[AttentionCase]:
             fp16 = _case(f"{name}-fp16", head_size=head_size, kv=4000, **options)
             cases.append(replace(fp16, q_dtype=torch.float16))
     return cases
+
+
+# What a case's cache holds: FP8, or 16 bits as its queries.
+CACHES = ("fp8", "bf16", "fp16")
+
+
+def with_cache(case: AttentionCase, cache: str) -> AttentionCase:
+    """The case with such a cache; one of `CACHES`. Of 16 bits the queries have its dtype, too."""
+    if cache == "fp8":
+        return replace(case, kv_dtype=FP8)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[cache]
+    return replace(case, kv_dtype=dtype, q_dtype=dtype, scale_kind="none")
 
 
 DEFAULT_CASES = _default_grid()

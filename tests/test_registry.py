@@ -27,8 +27,13 @@ from cute_kernels.registry import (
 )
 from tests.cases import AttentionCase, make_inputs
 
-DECODE_SM90, PREFILL_SM90, PREFILL_16_BITS = contracts()
-OPS = {"decode_sm90": decode_op, "prefill_sm90": prefill_op, "prefill_sm90_16_bits": prefill_op}
+DECODE_SM90, DECODE_16_BITS, PREFILL_SM90, PREFILL_16_BITS = contracts()
+OPS = {
+    "decode_sm90": decode_op,
+    "decode_sm90_16_bits": decode_op,
+    "prefill_sm90": prefill_op,
+    "prefill_sm90_16_bits": prefill_op,
+}
 Q_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -99,7 +104,7 @@ def test_every_variant_of_the_prefill_kernel_is_in_one_contract_and_the_reverse(
     }
     assert promised == table and len(table) == 2 * 4 + 2 * 4
     assert PREFILL_16_BITS.head_sizes == (64, 128, 256, 512)
-    assert [contract.cache_in_q_dtype for contract in contracts()] == [False, False, True]
+    assert [contract.cache_in_q_dtype for contract in contracts()] == [False, True] * 2
     assert {contract.kv_cache_formats for contract in contracts()} == {
         ("fp8_e4m3", "nvfp4"),
         ("fp8_e4m3",),
@@ -110,14 +115,19 @@ def test_every_variant_of_the_prefill_kernel_is_in_one_contract_and_the_reverse(
 
 
 def test_every_variant_is_in_the_contract_and_the_reverse():
-    table = config.support_table()
-    heads = {variant.head_size for variant in table}
-    assert heads == set(DECODE_SM90.head_sizes)
-    assert {variant.q_dtype for variant in table} == set(DECODE_SM90.q_dtypes)
-    assert {variant.kv_format for variant in table} == set(DECODE_SM90.kv_cache_formats)
-    for head_size in heads:
-        rows = max(variant.rows for variant in table if variant.head_size == head_size)
-        assert DECODE_SM90.max_packed_rows(head_size) == rows
+    most: dict[tuple[str, str, int], int] = {}
+    for variant in config.support_table():
+        key = (variant.kv_format, variant.q_dtype, variant.head_size)
+        most[key] = max(variant.rows, most.get(key, 0))
+    promised = {
+        (storage, q_dtype, head_size): contract.max_packed_rows(head_size)
+        for contract in (DECODE_SM90, DECODE_16_BITS)
+        for storage in contract.kv_cache_formats
+        for q_dtype in contract.q_dtypes
+        for head_size in contract.head_sizes
+        if storage == q_dtype or not contract.cache_in_q_dtype
+    }
+    assert promised == most and len(most) == 2 * 2 * 4 + 2 * 4
     with pytest.raises(ValueError, match="^head_size: got 96; decode_sm90 has "):
         DECODE_SM90.max_packed_rows(96)
 
@@ -201,7 +211,7 @@ def test_the_op_is_batch_invariant_where_the_contract_says_so(monkeypatch, contr
 
 def test_caches_are_read_by_the_kernels_of_their_format(monkeypatch):
     wide = problem_on_a_gpu(case_of(128, 64, **cache_for(PREFILL_16_BITS)))
-    assert not takes(monkeypatch, DECODE_SM90, wide)
+    assert takes(monkeypatch, DECODE_16_BITS, wide)
     assert takes(monkeypatch, PREFILL_16_BITS, wide)
     # In another dtype than the queries' no call gets that far.
     for name, torch_dtype in Q_DTYPES.items():
@@ -217,14 +227,11 @@ def test_support_table():
     cells = [line.strip("| ").split(" | ") for line in lines if not line.startswith("|---")]
     assert {len(line) for line in cells} == {1 + len(contracts())}
     table = {title: columns for title, *columns in cells}
-    assert table["kernel"] == ["`decode_sm90`", "`prefill_sm90`", "`prefill_sm90_16_bits`"]
-    assert table["head size"] == ["64, 128, 256, 512"] * 3
-    assert table["KV cache"] == [
-        "`fp8_e4m3`, `nvfp4`",
-        "`fp8_e4m3`",
-        "`bf16`, `fp16`, as the queries",
-    ]
+    assert table["kernel"] == [f"`{contract.name}`" for contract in contracts()]
+    assert table["head size"] == ["64, 128, 256, 512"] * 4
+    as_queries = "`bf16`, `fp16`, as the queries"
+    assert table["KV cache"] == ["`fp8_e4m3`, `nvfp4`", as_queries, "`fp8_e4m3`", as_queries]
     for cell in table["page size, tokens"]:
         assert cell.startswith("multiples of 16; 64 preferred")
     ends = [cell.rpartition(", ")[2] for cell in table["features"]]
-    assert ends == ["keys split over CTAs", *["bits independent of the batch"] * 2]
+    assert ends == ["keys split over CTAs"] * 2 + ["bits independent of the batch"] * 2

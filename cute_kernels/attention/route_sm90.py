@@ -18,7 +18,7 @@ from cute_kernels.attention.common.launches import Launch, Launches
 from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90 import op as decode_sm90
 from cute_kernels.attention.prefill_sm90 import op as prefill_sm90
-from cute_kernels.attention.prefill_sm90.config import decode_rows, rows_of
+from cute_kernels.attention.prefill_sm90.config import decode_rows, head_sizes, rows_of
 from cute_kernels.attention.widen_sm90 import config as widen_sm90
 
 # With fewer items than this part of the SMs the prefill kernel, one item an SM, is slower than the
@@ -57,23 +57,29 @@ class Route(NamedTuple):
 
 def route(bounds: Bounds, sm_count: int) -> Route:
     """Choose from bounds alone: a captured graph serves any lengths within them."""
-    if bounds.kv_format == "nvfp4":
-        # Only the decode kernel reads it, many rows in chunks.
+    if not _prefill_reads(bounds.kv_format, bounds.head_size):
+        # Only the decode kernel does, many rows in chunks.
         return Route(True, False, UNLIMITED)
-    if bounds.deterministic or bounds.kv_format != "fp8_e4m3":
-        # The decode kernel's splits follow the whole batch, a prefill item is one sequence's; and
-        # only the prefill kernel reads 16-bit caches.
+    if bounds.deterministic:
+        # The decode kernel's splits follow the whole batch, a prefill item is one sequence's.
         return Route(False, True, 0)
     most = decode_rows(bounds.head_size)
-    items = -(-bounds.total_q * bounds.group // rows_of(bounds.head_size)) * bounds.kv_heads
+    rows_of_item = rows_of(bounds.head_size, bounds.kv_format)
+    items = -(-bounds.total_q * bounds.group // rows_of_item) * bounds.kv_heads
     if bounds.max_seqlen_q * bounds.group <= most or items < sm_count * _MIN_ITEMS_PER_SM:
         return Route(True, False, UNLIMITED)
     all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
     return Route(not all_long, True, 0 if all_long else most, _capacity(bounds))
 
 
+def _prefill_reads(kv_format: str, head_size: int) -> bool:
+    return kv_format != "nvfp4" and head_size in head_sizes(kv_format)
+
+
 def _capacity(bounds: Bounds) -> int:
     """See ``Route``. Bits would depend on the batch, so deterministic calls have none."""
+    if bounds.kv_format != "fp8_e4m3":
+        return 0
     tokens = -(-bounds.keys // widen_sm90.BLOCK_TOKENS) * widen_sm90.BLOCK_TOKENS
     size = 4 * bounds.batch * tokens * bounds.kv_heads * bounds.head_size
     rows = bounds.max_seqlen_q * bounds.group
@@ -84,9 +90,9 @@ def _capacity(bounds: Bounds) -> int:
 
 def can_run(problem: AttentionProblem) -> str | None:
     """Why no SM90 kernel can serve this problem, or None; reads shapes and strides only."""
-    if problem.kv_format == "nvfp4":
+    if not _prefill_reads(problem.kv_format, problem.q.shape[2]):
         return decode_sm90.can_run(problem)
-    if problem.deterministic or problem.kv_format != "fp8_e4m3":
+    if problem.deterministic:
         return prefill_sm90.can_run(problem)
     return decode_sm90.can_run(problem) or prefill_sm90.can_run(problem)
 

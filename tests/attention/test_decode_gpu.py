@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels import flash_attn_varlen_func
 from tests.attention.helpers import Inputs, check, exact
-from tests.cases import AttentionCase, make_inputs
+from tests.cases import CACHES, AttentionCase, make_inputs, with_cache
 from tests.compare import assert_bit_equal, assert_lse_close, assert_output_close
 from tests.requires import requires
 
@@ -21,6 +21,11 @@ pytestmark = pytest.mark.gpu
 
 def test_grid(grid_case):
     check(make_inputs(grid_case, "cuda"))
+
+
+@pytest.mark.parametrize("cache", ("bf16", "fp16"))
+def test_grid_of_16_bit_caches(grid_case, cache):
+    check(make_inputs(with_cache(grid_case, cache), "cuda"))
 
 
 def capture(inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
@@ -34,6 +39,7 @@ def capture(inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.T
     return graph, out, lse
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("zero_length_queries", (False, True))
 @pytest.mark.parametrize(
     ("q_len", "fields"),
@@ -45,15 +51,15 @@ def capture(inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.T
         (1, {"head_size": 64, "softcap": 20.0, "num_q_heads": 16}),
     ),
 )
-def test_graph_replayed_with_other_lengths(q_len, fields, zero_length_queries):
+def test_graph_replayed_with_other_lengths(q_len, fields, zero_length_queries, cache):
     """Captured with 64 rows at 16 keys, replayed with 0 to 64 live rows at 1 to 49152 keys.
 
     Padding rows have no keys and, as engines differ, no queries or one dummy query each.
     """
     rows, longest, page_size = 64, 49152, 64
     case = AttentionCase(id="graph", kv_lens=(16,) * rows, q_lens=(q_len,) * rows, **fields)
-    inputs = make_inputs(case, "cuda", fill="zero")
-    pool = AttentionCase(id="pool", kv_lens=(64_000,), q_lens=(1,), **fields)
+    inputs = make_inputs(with_cache(case, cache), "cuda", fill="zero")
+    pool = with_cache(AttentionCase(id="pool", kv_lens=(64_000,), q_lens=(1,), **fields), cache)
     pool_inputs = make_inputs(pool, "cuda", fill="zero")
     inputs["k"], inputs["v"] = pool_inputs["k"], pool_inputs["v"]
     # Sequences share pages, which the kernel cannot know; 49152 keys for each would need 1.6 GB.
@@ -93,14 +99,15 @@ def test_graph_replayed_with_other_lengths(q_len, fields, zero_length_queries):
         assert_bit_equal(lse[:, :written], first_lse[:, :written], "LSE of a second replay")
 
 
+@pytest.mark.parametrize("cache", ("fp8", "bf16"))
 @pytest.mark.parametrize("head_size", (128, 512))
-def test_dense_pool_beyond_2_to_the_32_bytes(head_size):
+def test_dense_pool_beyond_2_to_the_32_bytes(head_size, cache):
     """A contiguous pool; all is NaN but the pages in use, which lie on both sides of 2^31, 2^32."""
     requires(gpu_gib=16)
     small = AttentionCase(id="pool", kv_lens=(700, 64, 129), q_lens=(1,) * 3, head_size=head_size)
-    inputs = make_inputs(small, "cuda")
+    inputs = make_inputs(with_cache(small, cache), "cuda")
     expected = check(inputs)
-    page_bytes = inputs["k"][0].numel()
+    page_bytes = inputs["k"][0].nbytes
     num_pages = (4 << 30) // page_bytes + 4096
     used = sorted({int(page) for page in inputs["block_table"].flatten() if 0 <= page < 20})
     borders = [0, (1 << 31) // page_bytes, (1 << 32) // page_bytes, num_pages - 8]
@@ -109,25 +116,26 @@ def test_dense_pool_beyond_2_to_the_32_bytes(head_size):
     for old, new in zip(used, moved, strict=True):
         table[inputs["block_table"] == old] = new
     for name in "kv":
-        shape = (num_pages, *inputs[name].shape[1:])
-        pool = torch.full(shape, 0x7F, dtype=torch.uint8, device="cuda")
-        pool[torch.tensor(moved, device="cuda")] = inputs[name].view(torch.uint8)[used]
-        inputs[name] = pool.view(torch.float8_e4m3fn)
+        codes = inputs[name].view(torch.uint8)
+        pool = torch.full((num_pages, *codes.shape[1:]), 0xFF, dtype=torch.uint8, device="cuda")
+        pool[torch.tensor(moved, device="cuda")] = codes[used]
+        inputs[name] = pool.view(inputs[name].dtype)
     out, lse = check({**inputs, "block_table": table})
     assert_bit_equal(out, expected[0], "out from a large pool")
     assert_bit_equal(lse, expected[1], "LSE from a large pool")
 
 
+@pytest.mark.parametrize("cache", ("fp8", "bf16"))
 @pytest.mark.parametrize("layout", ("NHD", "HND", "interleaved"))
-def test_page_strides_beyond_2_to_the_31(layout):
+def test_page_strides_beyond_2_to_the_31(layout, cache):
     """Few pages, 640 MiB apart: page id * stride passes 2^32 bytes at the seventh page."""
     requires(gpu_gib=14)
     case = AttentionCase(id="far", kv_lens=(300, 64, 129), q_lens=(2,) * 3, layout=layout)
-    inputs = make_inputs(case, "cuda")
+    inputs = make_inputs(with_cache(case, cache), "cuda")
     expected = check(inputs)
-    pages, page_size, heads, dim = inputs["k"].shape
+    dtype, (pages, _, _, dim) = inputs["k"].dtype, inputs["k"].view(torch.uint8).shape
     stride, offset = 640 << 20, 1 << 20
-    pool = torch.full((pages * stride,), 0x7F, dtype=torch.uint8, device="cuda")
+    pool = torch.full((pages * stride,), 0xFF, dtype=torch.uint8, device="cuda")
     assert pages * stride > 2**33
     for side, name in enumerate("kv"):
         source = inputs[name].view(torch.uint8)
@@ -135,7 +143,7 @@ def test_page_strides_beyond_2_to_the_31(layout):
         strides = (stride, *source.stride()[1:])
         view = pool.as_strided(source.shape, strides, offset + side * start)
         view.copy_(source)
-        inputs[name] = view.view(torch.float8_e4m3fn)
+        inputs[name] = view.view(dtype)
     out, lse = check(inputs)
     assert_bit_equal(out, expected[0], "out from far pages")
     assert_bit_equal(lse, expected[1], "LSE from far pages")

@@ -14,15 +14,21 @@ import torch
 
 from cute_kernels import flash_attn_varlen_func
 from cute_kernels.attention import interface, prepared, route_sm90
+from cute_kernels.attention.prefill_sm90.config import head_sizes
 from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from cute_kernels.prepared import PreparedCalls
 from tests.attention.helpers import Inputs, attend, check, exact
-from tests.cases import FP8, AttentionCase, make_inputs
+from tests.cases import FP8, AttentionCase, make_inputs, with_cache
 from tests.compare import assert_bit_equal, assert_lse_close, assert_output_close
 
 pytestmark = pytest.mark.gpu
 
 HEAD_SIZES = (64, 128, 256, 512)
+# Of caches that the prefill kernel reads.
+HEADS_AND_CACHES = [
+    *((size, "fp8") for size in HEAD_SIZES),
+    *((size, "bf16") for size in head_sizes("bf16")),
+]
 
 
 def case_of(name: str, kv_lens, q_lens, **fields) -> AttentionCase:
@@ -87,7 +93,7 @@ def test_against_the_reference(case, head_size):
     assert_bit_equal(clean_lse, lse, "LSE, unused memory zero")
 
 
-# A cache in the queries' type: the same kernel with other operands, also for decode rows.
+# A cache in the queries' type, also for decode rows and with the decode kernel's help.
 CASES_16_BITS = [
     case_of("one", [1000], [300]),
     case_of("varlen", [700, 300, 1, 64, 0, 500, 129], [200, 130, 1, 64, 10, 0, 7]),
@@ -109,15 +115,17 @@ CASES_16_BITS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("cache", ("bf16", "fp16"))
+@pytest.mark.parametrize("head_size", head_sizes("bf16"))
 @pytest.mark.parametrize("case", CASES_16_BITS, ids=lambda case: case.id)
-def test_a_cache_in_the_queries_type(case, head_size, dtype):
-    types = {"head_size": head_size, "q_dtype": dtype, "kv_dtype": dtype, "scale_kind": "none"}
-    case = replace(case, **types)
-    out, lse = check(make_inputs(case, "cuda"))
+def test_a_cache_in_the_queries_type(case, head_size, cache, deterministic):
+    case = with_cache(replace(case, head_size=head_size), cache)
+    inputs = {**make_inputs(case, "cuda"), "deterministic": deterministic}
+    out, lse = check(inputs)
     if case.page_size is not None:
-        clean, clean_lse = attend(make_inputs(case, "cuda", fill="zero"))
+        inputs = {**make_inputs(case, "cuda", fill="zero"), "deterministic": deterministic}
+        clean, clean_lse = attend(inputs)
         assert_bit_equal(clean, out, "out, unused memory zero")
         assert_bit_equal(clean_lse, lse, "LSE, unused memory zero")
 
@@ -175,10 +183,11 @@ def test_queries_beyond_fp16_range(head_size):
 @pytest.mark.parametrize(
     "fields", ({}, {"window": (200, 0), "sinks": True}), ids=("full", "window")
 )
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_mixed_batches(head_size, fields, deterministic):
+@pytest.mark.parametrize(("head_size", "cache"), HEADS_AND_CACHES)
+def test_mixed_batches(head_size, cache, fields, deterministic):
     """With all SMs at work, many times over: the slots of K and V must not be handed back early."""
-    inputs = make_inputs(replace(MIXED, head_size=head_size, **fields), "cuda")
+    case = with_cache(replace(MIXED, head_size=head_size, **fields), cache)
+    inputs = make_inputs(case, "cuda")
     inputs["deterministic"] = deterministic
     out, lse = check(inputs)
     for _ in range(10):
@@ -229,12 +238,13 @@ def test_chunks_of_a_prefill_are_the_whole(head_size):
         assert_lse_close(lse, whole_lse[:, begin : begin + 1024].double())
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_decode_and_prefill_agree(head_size):
+@pytest.mark.parametrize(("head_size", "cache"), HEADS_AND_CACHES)
+def test_decode_and_prefill_agree(head_size, cache):
     """The last token, scored alone and within a prompt: equal to the rounding of the output."""
     heads = {"num_q_heads": 8, "num_kv_heads": 1, "head_size": head_size}
     for kv_len in (88, 129, 256, 2000):
-        inputs = make_inputs(case_of("score", [kv_len], [kv_len], **heads), "cuda")
+        case = case_of("score", [kv_len], [kv_len], **heads)
+        inputs = make_inputs(with_cache(case, cache), "cuda")
         whole, whole_lse = attend(prefill(inputs))
         out, lse = attend(part(inputs, kv_len - 1, kv_len, kv_len))
         reference, reference_lse = exact(part(inputs, kv_len - 1, kv_len, kv_len))

@@ -152,8 +152,22 @@ def test_few_items_are_left_to_the_kernel_that_splits_keys():
 
 def test_batch_invariance_takes_the_kernel_without_splits():
     for fields in ({}, {"max_seqlen_q": 1, "total_q": 4}, {"kv_heads": 1, "total_q": 8}):
-        assert route(bounds_of(deterministic=True, **fields), SM_COUNT) == Route(False, True, 0)
-        assert route(bounds_of(kv_format="bf16", **fields), SM_COUNT) == Route(False, True, 0)
+        for kv_format in ("fp8_e4m3", "bf16", "fp16"):
+            bounds = bounds_of(deterministic=True, kv_format=kv_format, **fields)
+            assert route(bounds, SM_COUNT) == Route(False, True, 0)
+
+
+def test_16_bit_caches_take_the_kernels_that_fp8_takes():
+    for fields in ({}, {"batch": 5}, {"max_seqlen_q": 1, "total_q": 4}, {"total_q": 130}):
+        chosen = [route(bounds_of(kv_format=x, **fields), SM_COUNT) for x in ("fp8_e4m3", "fp16")]
+        assert chosen[0][:3] == chosen[1][:3]
+
+
+def test_a_head_size_that_prefill_has_not_is_the_decode_kernels(monkeypatch):
+    monkeypatch.setattr(route_sm90, "head_sizes", lambda kv_format: (64, 128))
+    for fields in ({}, {"batch": 5}, {"deterministic": True}):
+        chosen = route(bounds_of(kv_format="bf16", head_size=512, **fields), SM_COUNT)
+        assert chosen == Route(True, False, UNLIMITED)
 
 
 def test_nvfp4_is_read_by_the_decode_kernel_alone():
@@ -294,9 +308,11 @@ def test_what_a_model_with_long_queries_needs_compiled():
     assert "widen_sm90_fp8_e4m3_d128" in names
     middle = units_for(replace(workload, max_query_tokens=255), "sm_90a")
     assert {unit.kernel for unit in middle} & {"prefill_sm90", "widen_sm90"} == {"prefill_sm90"}
-    wide = AttentionWorkload(128, 32, 4, "bf16", "bf16", (64,), 1)
-    assert [unit.config.kv_format for unit in units_for(wide, "sm_90a")
-            if unit.kernel == "prefill_sm90"] == ["bf16"]  # fmt: skip
+    wide = AttentionWorkload(128, 32, 4, "bf16", "bf16", (64,), 9)
+    kinds = {(unit.kernel, unit.config.kv_format) for unit in units_for(wide, "sm_90a")}
+    assert kinds == {("prefill_sm90", "bf16"), ("decode_sm90", "bf16")}
+    alone = units_for(replace(wide, max_query_tokens=8), "sm_90a")
+    assert {unit.kernel for unit in alone} == {"decode_sm90"}
     short = AttentionWorkload(128, 32, 4, "bf16", "fp8_e4m3", (64,), 8)
     assert not any(unit.kernel == "prefill_sm90" for unit in units_for(short, "sm_90a"))
     same_bits = replace(short, deterministic=True)

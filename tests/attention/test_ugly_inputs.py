@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels import flash_attn_varlen_func
 from tests.attention.helpers import Inputs, attend, check, exact
-from tests.cases import AttentionCase, make_inputs, spread, write_pages
+from tests.cases import CACHES, AttentionCase, make_inputs, spread, with_cache, write_pages
 from tests.compare import assert_bit_equal, assert_lse_close, assert_output_close, relative_error
 
 
@@ -27,17 +27,19 @@ def case_of(name: str, *kv_lens: int, q_len: int = 1, **fields: object) -> Atten
     return AttentionCase(id=name, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens), **fields)
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("q_len", (1, 4))
 @pytest.mark.parametrize("window", ((-1, -1), (100, 0)))
 @pytest.mark.parametrize("layout", ("NHD", "HND", "interleaved"))
 @pytest.mark.parametrize(("head_size", "page_size"), ((64, 16), (128, 64), (256, 32), (512, 128)))
 def test_unused_memory_never_reaches_the_output(
-    device, head_size, page_size, layout, window, q_len
+    device, head_size, page_size, layout, window, q_len, cache
 ):
     case = case_of(
         "poison", 1, 65, 700, 0, 129, q_len=q_len, window=window, layout=layout,
         head_size=head_size, page_size=page_size,
     )  # fmt: skip
+    case = with_cache(case, cache)
     out, lse = check(make_inputs(case, device, fill="poison"))
     assert_same(make_inputs(case, device, fill="zero"), (out, lse), "unused memory zero")
 
@@ -55,6 +57,7 @@ def test_table_tails_hold_anything(device, first):
     assert_same({**inputs, "block_table": wide[:, :width]}, expected, f"tail {first}")
 
 
+@pytest.mark.parametrize("cache", CACHES[:2])
 @pytest.mark.parametrize("num_splits", (0, 1, 32))
 @pytest.mark.parametrize("sinks", (False, True))
 @pytest.mark.parametrize(
@@ -68,11 +71,11 @@ def test_table_tails_hold_anything(device, first):
         ((), ()),
     ),
 )
-def test_nothing_to_attend(device, kv_lens, q_lens, sinks, num_splits):
+def test_nothing_to_attend(device, kv_lens, q_lens, sinks, num_splits, cache):
     case = AttentionCase(
         id="empty", kv_lens=kv_lens, q_lens=q_lens, sinks=sinks, num_splits=num_splits
     )
-    inputs = make_inputs(case, device)
+    inputs = make_inputs(with_cache(case, cache), device)
     out, lse = check(inputs)
     row = 0
     for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
@@ -105,10 +108,12 @@ def test_out_longer_than_the_queries(device, live):
     assert_lse_close(lse[:, :live], expected_lse)
 
 
+@pytest.mark.parametrize("cache", CACHES[:2])
 @pytest.mark.parametrize("num_splits", (0, 32))
-def test_growing_sequences(device, num_splits):
+def test_growing_sequences(device, num_splits, cache):
     step = 1 if device == "cuda" else 61
-    inputs = make_inputs(case_of("grow", 2000, 2000, num_splits=num_splits), device)
+    case = case_of("grow", 2000, 2000, num_splits=num_splits)
+    inputs = make_inputs(with_cache(case, cache), device)
     for kv_len in range(1, 2001, step):
         inputs["seqused_k"] = torch.tensor([kv_len, 2000 - kv_len], device=device).int()
         out, lse = attend(inputs)
@@ -134,10 +139,11 @@ def test_window_with_splits_and_sinks(device, window, num_splits, scale_kind):
     assert_lse_close(lse, expected)
 
 
+@pytest.mark.parametrize("cache", CACHES[:2])
 @pytest.mark.parametrize("head_size", (64, 256))
-def test_two_softcaps_in_a_row(device, head_size):
+def test_two_softcaps_in_a_row(device, head_size, cache):
     case = case_of("softcap", 500, 70, q_magnitude=12.0, head_size=head_size)
-    inputs = make_inputs(case, device)
+    inputs = make_inputs(with_cache(case, cache), device)
     outs = [check({**inputs, "softcap": softcap})[0] for softcap in (30.0, 5.0, 0.0, 30.0)]
     assert_bit_equal(outs[3], outs[0], "the first softcap again")
     for a, b in ((0, 1), (1, 2), (0, 2)):
@@ -170,6 +176,19 @@ def test_queries_beyond_fp16_range(device, head_size, scale_kind):
     assert out.abs().max() > 1e3
 
 
+@pytest.mark.parametrize("head_size", (64, 128, 256, 512))
+def test_queries_and_keys_beyond_fp16_range(device, head_size):
+    """In a bf16 cache: neither they nor the values are ever fp16."""
+    case = case_of(
+        "large", 300, 64, 1000, q_len=2, head_size=head_size, q_magnitude=1e6, softmax_scale=1e-12
+    )
+    inputs = make_inputs(with_cache(case, "bf16"), device)
+    for name in "kv":
+        inputs[name].mul_(1e6)
+    out, _ = check(inputs)
+    assert out.abs().max() > 1e5
+
+
 @pytest.mark.parametrize("scale_kind", ("scalar", "one", "per_head", "expanded", "batch", "head"))
 def test_descale_strides(device, scale_kind):
     case = case_of("strides", 300, 70, 129, scale_kind=scale_kind, num_q_heads=6)
@@ -198,10 +217,11 @@ def test_max_seqlen_forms(device):
         assert_same({**inputs, "max_seqlen_k": maximum}, expected, f"max_seqlen_k={maximum!r}")
 
 
+@pytest.mark.parametrize("cache", CACHES[:2])
 @pytest.mark.parametrize("head_size", (64, 512))
-def test_strides_may_change_between_calls(device, head_size):
+def test_strides_may_change_between_calls(device, head_size, cache):
     """The same values in four layouts, one after another: equal bits."""
-    base = case_of("strides", 300, 70, 129, q_len=2, head_size=head_size)
+    base = with_cache(case_of("strides", 300, 70, 129, q_len=2, head_size=head_size), cache)
     inputs = make_inputs(base, device)
     expected = check(inputs)
     for layout in ("HND", "interleaved", "NHD"):

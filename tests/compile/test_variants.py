@@ -83,7 +83,8 @@ def test_shared_memory_leaves_room_for_the_resident_ctas(report, config):
 def test_instructions(report, config):
     opcodes = compiled(report, config)["opcodes"]
     assert count(opcodes, "UTMALDG") >= 2 * TILE_TOKENS // config.box_tokens, "one load a box"
-    assert count(opcodes, "F2FP.F16.E4M3.UNPACK_B") > 0, "e4m3 is converted in registers"
+    converted = count(opcodes, "F2FP.F16.E4M3.UNPACK_B") > 0
+    assert converted == config.converts, "e4m3 is converted in registers"
     assert count(opcodes, "HGMMA.A_shared") == 0, "no dequantized tile goes through shared memory"
     if config.uses_wgmma:
         assert count(opcodes, "HGMMA.A_register") > 0

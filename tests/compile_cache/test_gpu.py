@@ -64,19 +64,20 @@ except compile_cache.UnplannedCompileError as error:
 MODELS = (("gemma-4-31b", 4), ("qwen3-235b-a22b", 1), ("gpt-oss-120b", 8))
 
 
+@pytest.mark.parametrize("cache", ("fp8", "bf16"))
 @pytest.mark.parametrize(("name", "tp_size"), MODELS)
-def test_a_replay_of_mixed_traffic_asks_for_the_plan(name, tp_size):
+def test_a_replay_of_mixed_traffic_asks_for_the_plan(name, tp_size, cache):
     """No kernel is missing from the plan, and none is there in vain."""
     planned = plan_warmup(
         read_model(CONFIGS / f"{name}.json"),
         ["sm_90a"],
-        "fp8",
+        cache,
         tp_sizes=[tp_size],
         max_query_tokens=Q_LENGTHS[-1],
         text_only=True,
     ).compile_units
     compile_cache.warmup(planned)  # so that the user's cache has what no bundle has
-    done = run("-m", "tests.compile_cache.replay", name, str(tp_size))
+    done = run("-m", "tests.compile_cache.replay", name, str(tp_size), cache)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == {unit.name for unit in planned}
 

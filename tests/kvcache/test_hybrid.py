@@ -51,9 +51,8 @@ def test_layers_with_caches_of_other_dtypes_share_a_pool():
     plan = plan_pages([group("sliding", 50, sliding_window=1024, **wide), group("full", 10)])
     check_arithmetic(plan)
     assert summary(plan) == (64 * 16384, {"sliding": 64, "full": 256}, 0)
-    wide["head_size"] = 96
-    with pytest.raises(NotImplementedError, match="prefill_sm90_16_bits: head size 96"):
-        plan_pages([group("sliding", 50, **wide), group("full", 10)])
+    with pytest.raises(NotImplementedError, match="head size 96, the kernel has"):
+        plan_pages([group("full", 10, kv_cache_dtype="auto", head_size=96)])
 
 
 def test_page_bytes_that_are_no_multiples_of_each_other():

@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.attention.route_sm90 import Bounds, route
 from kvcache import selection
-from tests.kvcache.helpers import PREFILL_16_BITS, PREFILL_SM90, config
+from tests.kvcache.helpers import DECODE_16_BITS, PREFILL_16_BITS, PREFILL_SM90, config
 
 
 @pytest.mark.parametrize("head_size", (64, 128, 256, 512))
@@ -30,7 +30,7 @@ def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
         assert "bits independent of the batch" in selection.can_run(asked)
         return
     storage = asked.dtype.storage
-    prefill = "prefill_sm90" if storage == "fp8_e4m3" else "prefill_sm90_16_bits"
+    ending = "_16_bits" if kv_cache_dtype == "auto" else ""
     for tokens in (*range(1, 70), 129, 8192):
         batch = 1000
         chosen = route(
@@ -40,8 +40,8 @@ def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
             132,
         )
         assert chosen.decode != chosen.prefill
-        name = "decode_sm90" if chosen.decode else prefill
-        assert selection.select_kernel(asked, tokens).name == name
+        name = "decode_sm90" if chosen.decode else "prefill_sm90"
+        assert selection.select_kernel(asked, tokens).name == name + ending
 
 
 @pytest.mark.parametrize("query", ("bf16", "fp16"))
@@ -51,14 +51,14 @@ def test_caches_of_16_bits_are_read_in_the_dtype_of_the_queries(name, head_size,
     asked = config(kv_cache_dtype=name, head_size=head_size, query_dtype=query)
     same = asked.dtype.storage == query
     if same:
-        assert selection.select_kernels(asked) == (PREFILL_16_BITS,)
+        both = (DECODE_16_BITS, PREFILL_16_BITS)
+        assert selection.select_kernels(asked) == both
         assert selection.supports_quant_query_input(asked) is False
         return
     reason = selection.can_run(asked)
     # The kernels for FP8 have no part in this.
-    assert reason.startswith("prefill_sm90_16_bits: ")
-    mixed = f"a {asked.dtype.storage} cache with {query} queries, the kernel reads the queries'"
-    assert mixed in reason and "head size" not in reason
+    assert reason.startswith("decode_sm90_16_bits") and "sm90: " not in reason
+    assert f"a {asked.dtype.storage} cache with {query} queries, the kernel reads the que" in reason
     nearest = {"bf16": "bfloat16", "fp16": "float16"}[query]
     assert reason.endswith(f"the nearest kv_cache_dtype that works is {nearest!r}")
 
@@ -72,11 +72,11 @@ def test_batch_invariance_is_served_by_the_prefill_kernel(name):
 
 def test_decoding_without_split_keys_is_called_slow():
     slow = "does not split a sequence's keys over CTAs: decoding is right, but slow for few"
-    for fields in ({"kv_cache_dtype": "auto"}, {"batch_invariant": True}):
-        asked = config(head_size=128, **fields)
+    for name in ("auto", "fp8"):
+        asked = config(head_size=128, kv_cache_dtype=name, batch_invariant=True)
         assert slow in selection.decode_caveat(asked) and slow in selection.explain(asked)
     # 128 rows a token: the decode kernel is there for calls that would leave the GPU idle.
-    for fields in ({}, {"num_q_heads": 512}):
+    for fields in ({}, {"num_q_heads": 512}, {"kv_cache_dtype": "auto"}):
         asked = config(head_size=128, **fields)
         assert selection.decode_caveat(asked) is None and slow not in selection.explain(asked)
     with pytest.raises(NotImplementedError, match="head size 96"):
@@ -85,10 +85,11 @@ def test_decoding_without_split_keys_is_called_slow():
 
 def test_a_cache_of_16_bits_has_the_same_classes():
     asked = config(head_size=256, kv_cache_dtype="auto", num_q_heads=8)
-    name = "prefill_sm90_16_bits"
     for tokens, expected in (
-        (1, ("decode", 2, 1, name)),
-        (64, ("prefill", 128, 1, name)),
-        (65, ("prefill", 130, 2, name)),
+        (1, ("decode", 2, 1, DECODE_16_BITS.name)),
+        (16, ("decode", 32, 1, DECODE_16_BITS.name)),
+        (17, ("decode", 34, 1, PREFILL_16_BITS.name)),
+        (64, ("prefill", 128, 1, PREFILL_16_BITS.name)),
+        (65, ("prefill", 130, 2, PREFILL_16_BITS.name)),
     ):
         assert dataclasses.astuple(selection.classify_batch(asked, tokens)) == expected

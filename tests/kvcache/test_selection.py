@@ -14,6 +14,7 @@ from kvcache.dtypes import KV_CACHE_DTYPES, ScaleLayout, resolve_kv_cache_dtype
 from kvcache.paged import PAGE_FORMATS, NVFP4Pages
 from kvcache.scales import KVScales
 from tests.kvcache.helpers import (
+    DECODE_16_BITS,
     DECODE_SM90,
     PREFILL_16_BITS,
     PREFILL_SM90,
@@ -46,7 +47,7 @@ def test_answers_are_the_contract(head_size, page_size, capability):
     """Against the contract's own words, for every shape that `tests/test_registry.py` holds
     against the kernel."""
     fp8 = config(head_size=head_size, page_size=page_size, capability=capability)
-    for name, kernel in (("fp8", DECODE_SM90), ("auto", PREFILL_16_BITS)):
+    for name, kernel in (("fp8", DECODE_SM90), ("auto", DECODE_16_BITS)):
         asked = dataclasses.replace(fp8, kv_cache_dtype=name)
         served = head_size in kernel.head_sizes and capability in kernel.architectures
         served &= page_size is None or page_size in kernel.page_sizes
@@ -137,7 +138,7 @@ def test_there_is_no_nearest_dtype_where_none_works():
     # What stands in the way of the others is said too.
     swizzled = {"kv_cache_dtype": "nvfp4", "v_scale_layout": "sm100"}
     reason = selection.can_run(config(**swizzled, head_size=96))
-    kernels = "decode_sm90, prefill_sm90, prefill_sm90_16_bits"
+    kernels = "decode_sm90, decode_sm90_16_bits, prefill_sm90, prefill_sm90_16_bits"
     assert f"{kernels}: head size 96, the kernel has 64, 128, 256 or 512; " in reason
     # What stands in the way of some of them only, is not.
     assert "head size" not in selection.can_run(config(**swizzled, head_size=512))
@@ -226,9 +227,9 @@ def test_draft_and_target_on_different_backends():
     def why(**fields):
         return selection.can_share_cache(target, dataclasses.replace(draft, **fields))
 
-    assert why(kv_cache_dtype="bf16").startswith(
-        "the draft cannot run: prefill_sm90_16_bits: a bf16 cache with fp16 queries"
-    )
+    assert why(kv_cache_dtype="bf16").startswith("the draft cannot run: decode_sm90_16_bits")
+    written = "is written as 'fp8' (fp8_e4m3) and read as 'fp16' (fp16)"
+    assert why(kv_cache_dtype="fp16").endswith(written)
     assert why(bidirectional_spans=True).startswith(
         "the draft cannot run: decode_sm90, prefill_sm90: bidirectional"
     )
@@ -334,8 +335,12 @@ def test_explain_says_which_kernel_and_why_not(monkeypatch):
     assert "  decode_sm90 serves sequences of up to 4 query tokens, prefill_sm90 those of more" in (
         shared
     )
-    alone = selection.explain(config(kv_cache_dtype="auto", head_size=64)).splitlines()
+    wide = config(kv_cache_dtype="auto", head_size=64)
+    alone = selection.explain(wide).splitlines()
     assert "  prefill_sm90_16_bits serves sequences of any number of query tokens" in alone
+    pretend_kernels(monkeypatch, DECODE_16_BITS, PREFILL_16_BITS)
+    both = "decode_sm90_16_bits serves sequences of up to 8 query tokens, prefill_sm90_16_bits"
+    assert both in selection.explain(wide)
     pretend_kernels(monkeypatch, DECODE_SM90, other)
     assert "  cute_kernels.reshape_and_cache writes it" in selection.explain(
         config(kv_cache_dtype="nvfp4")

@@ -94,6 +94,7 @@ def test_a_replay_asks_for_the_plan_and_nothing_else(name, tp_size, page_sizes):
         ("fp8_e4m3", True, 1),
         ("nvfp4", False, MAX_TOKENS),
         ("bf16", False, MAX_TOKENS),
+        ("bf16", False, 1),
         ("bf16", True, 1),
     ),
 )

@@ -15,7 +15,7 @@ from rich.console import Console
 from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
 from perf import bench_decode, report
-from perf.cases import ALL_CASES, DECODE_CASES, NVFP4_CASES, DecodeCase, select_cases
+from perf.cases import ALL_CASES, BF16_CASES, DECODE_CASES, NVFP4_CASES, DecodeCase, select_cases
 from perf.inputs import CODE_RMS, ROTATED_BYTES, KVPool, make_input_sets, set_count
 from perf.providers import PROVIDERS, Provider, select_providers, varlen_arguments
 from perf.rows import OK
@@ -73,13 +73,14 @@ def test_cases_are_the_table():
     assert [case.name for case in DECODE_CASES] == TABLE
     assert all(case.page_size == 64 and case.kv_cache_dtype == "fp8_e4m3" for case in DECODE_CASES)
     assert [case.name for case in NVFP4_CASES] == [f"{name} nvfp4" for name in TABLE]
+    assert [case.name for case in BF16_CASES] == [f"{name} bf16" for name in TABLE]
 
 
 def test_case_selection():
     assert select_cases(()) == list(ALL_CASES)
     names = [case.name for case in select_cases(("d64", "q4"))]
-    assert names == [each for i in (11, 6) for each in (TABLE[i], f"{TABLE[i]} nvfp4")]
-    assert len(select_cases(("D512", "q4"))) == 14
+    assert names == [TABLE[i] + dtype for i in (11, 6) for dtype in ("", " nvfp4", " bf16")]
+    assert len(select_cases(("D512", "q4"))) == 21
     assert select_cases(("nvfp4",)) == list(NVFP4_CASES)
     with pytest.raises(ValueError, match="no case matches 'D96'"):
         select_cases(("D96",))
@@ -187,6 +188,18 @@ def test_a_right_provider_is_verified(pool):
 def test_a_wrong_provider_is_caught(pool, function, problem):
     inputs = make_input_sets(SMALL, pool, count=1)[0]
     assert problem in verify(provider(function), inputs).problem
+
+
+def test_a_pool_of_several_dtypes():
+    cases = [replace(SMALL, kv_cache_dtype=name) for name in ("fp8_e4m3", "bf16")]
+    pool = KVPool(cases, "cpu")
+    for case, dtype in zip(cases, (torch.float8_e4m3fn, torch.bfloat16), strict=True):
+        inputs = make_input_sets(case, pool)[0].sequences([0, 2])
+        assert inputs.k.dtype is inputs.v.dtype is dtype
+        assert inputs.k.shape[1:] == (SMALL.page_size, SMALL.num_kv_heads, SMALL.head_size)
+        assert (inputs.k_descale is None) == (inputs.v_descale is None) == (dtype.itemsize == 2)
+    assert 0.9 < pool.wide["bf16"][0].float().std() < 1.1
+    assert list(pool.wide) == ["bf16"]
 
 
 def test_large_batches_are_checked_in_part():

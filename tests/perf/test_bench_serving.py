@@ -191,7 +191,7 @@ def test_a_step_is_the_sum_over_layers_and_the_mean_over_steps():
 
 def test_a_dtype_that_no_kernel_reads_gets_a_reason_and_its_store_a_time(monkeypatch):
     layer = small_layers("bf16")
-    layer = layer._replace(config=replace(layer.config, head_size=512))
+    layer = layer._replace(config=replace(layer.config, head_size=96))
     monkeypatch.setattr(
         bench_serving, "check", lambda *of, check=bench_serving.check: check(*of[:2], "cpu", of[3])
     )

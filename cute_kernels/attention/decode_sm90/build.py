@@ -10,6 +10,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 
 from cute_kernels.attention.decode_sm90 import kernel as definition
 from cute_kernels.attention.decode_sm90.config import DecodeConfig
+from cute_kernels.attention.decode_sm90.lane import TYPES
 
 _POINTEES = {
     "k": (Uint8, 16),
@@ -51,7 +52,7 @@ def query_offsets():
 def compile_decode(config: DecodeConfig, options: str):
     """The compiled launch function; ``options`` are cute.compile's (architecture, TVM-FFI)."""
     addresses_type, strides_type = definition.operand_types(config)
-    operands = addresses(addresses_type, definition.Q_TYPES[config.q_dtype])
+    operands = addresses(addresses_type, TYPES[config.q_dtype])
     workspace = make_fake_compact_tensor(Float32, (cute.sym_int64(),), assumed_align=16)
     return cute.compile(
         definition.DecodeSm90(config),

@@ -15,8 +15,11 @@ WARPGROUP_THREADS = 128
 PRODUCER_REGISTERS = 40
 
 HEAD_SIZES = (64, 128, 256, 512)
-KV_FORMATS = ("fp8_e4m3", "nvfp4")
 Q_DTYPES = ("bf16", "fp16")
+QUANTIZED_FORMATS = ("fp8_e4m3", "nvfp4")
+# A cache of 16 bits has the queries' dtype.
+KV_FORMATS = (*QUANTIZED_FORMATS, *Q_DTYPES)
+_ELEMENT_BITS = {"nvfp4": 4, "fp8_e4m3": 8, "bf16": 16, "fp16": 16}
 # Packed query rows (GQA group x query tokens) that one pass over K and V serves.
 ROW_BUCKETS = (8, 16, 32, 64)
 # Tokens that one TMA box carries: a page smaller than a tile is loaded by several boxes.
@@ -71,6 +74,21 @@ class DecodeConfig:
         )
 
     @property
+    def converts(self) -> bool:
+        """Whether K and V are converted (to fp16) on their way to the MMA."""
+        return self.kv_format in QUANTIZED_FORMATS
+
+    @property
+    def mma_dtype(self) -> str:
+        """Of both products' operands: Q and P have it, too."""
+        return "fp16" if self.converts else self.kv_format
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether bf16 queries become fp16, which has not their range: queries.py."""
+        return self.q_dtype != self.mma_dtype
+
+    @property
     def uses_wgmma(self) -> bool:
         """16 and more rows feed register-A wgmma; 8 rows are served by mma.sync alone."""
         return self.rows >= 16
@@ -90,7 +108,8 @@ class DecodeConfig:
         """Tiles that share one softmax exchange: small tiles are bound by its latency."""
         if self.block_scaled and self.head_size == 256 and self.rows == 8:
             return 2
-        return 2 if self.head_size <= 128 and self.rows <= 16 else 1
+        row = self.head_size if self.block_scaled else self.head_bytes
+        return 2 if row <= 128 and self.rows <= 16 else 1
 
     @property
     def chains(self) -> int:
@@ -113,7 +132,12 @@ class DecodeConfig:
     @property
     def head_bytes(self) -> int:
         """Bytes of one token's head of K or V, block scales not counted."""
-        return self.head_size // 2 if self.block_scaled else self.head_size
+        return self.head_size * _ELEMENT_BITS[self.kv_format] // 8
+
+    @property
+    def value_units(self) -> int:
+        """16-byte units of a token's V that one of the four consumer warps reads."""
+        return self.head_bytes // 64
 
     @property
     def data_bytes(self) -> int:
@@ -206,7 +230,29 @@ _RESIDENCY_NVFP4 = {
     (64, 32): (3, 0),
     (64, 64): (2, 216),
 }
-_RESIDENCY = {"fp8_e4m3": _RESIDENCY_FP8, "nvfp4": _RESIDENCY_NVFP4}
+# A tile of 16 bits is twice as large as one of FP8, so that half the CTAs keep as much in flight.
+_RESIDENCY_16_BITS = {
+    (512, 8): (1, 0),
+    (512, 16): (1, 0),
+    (512, 32): (1, 0),
+    (256, 8): (1, 0),
+    (256, 16): (1, 0),
+    (256, 32): (1, 0),
+    (128, 8): (1, 0),
+    (128, 16): (2, 0),
+    (128, 32): (2, 0),
+    (128, 64): (2, 216),
+    (64, 8): (2, 0),
+    (64, 16): (2, 0),
+    (64, 32): (2, 0),
+    (64, 64): (2, 216),
+}
+_RESIDENCY = {
+    "fp8_e4m3": _RESIDENCY_FP8,
+    "nvfp4": _RESIDENCY_NVFP4,
+    "bf16": _RESIDENCY_16_BITS,
+    "fp16": _RESIDENCY_16_BITS,
+}
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608
 
@@ -246,6 +292,11 @@ def row_bucket(head_size: int, packed_rows: int) -> int:
     return next((rows for rows in buckets if rows >= packed_rows), buckets[-1])
 
 
+def formats_for(q_dtype: str) -> tuple[str, ...]:
+    """The cache formats that go with such queries."""
+    return (*QUANTIZED_FORMATS, q_dtype)
+
+
 def box_tokens_for_page(page_size: int) -> int | None:
     """Tokens of one TMA box for a page size, or None where the kernel cannot read such pages."""
     return (
@@ -261,5 +312,6 @@ def support_table() -> list[DecodeConfig]:
         for head_size in HEAD_SIZES
         for rows in row_buckets(head_size)
         for q_dtype in Q_DTYPES
+        if kv_format in formats_for(q_dtype)
         for box in BOX_TOKENS
     ]

@@ -209,6 +209,7 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                     buffer = buffer ^ 1
             if const_expr(not config.loader_only):
                 self.reduce_sums(state)
+                self.kv.pair_outputs(acc, self.row_blocks)
                 if segment.count == seq.tiles:
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
                 else:

@@ -10,7 +10,8 @@ which order Q's elements and O's blocks belong to its K and V (``query_*``, ``*_
 
 from __future__ import annotations
 
-from cutlass import Int32
+import cutlass.cute as cute
+from cutlass import Int32, select_
 
 from cute_kernels import dsl
 from cute_kernels.attention.decode_sm90.config import DecodeConfig
@@ -18,8 +19,8 @@ from cute_kernels.attention.decode_sm90.fragments_nvfp4 import Nvfp4Fragments
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 
 
-class Fp8Fragments:
-    """fp8_e4m3: K bytes of a lane are 16 neighbours of a row, four k-steps of a pass."""
+class RowFragments:
+    """Elements of whole bytes. ``value_loads``: blocks of 16 output rows of a warp, a load each."""
 
     magnitude = 1.0
     words_per_pass = 4
@@ -28,8 +29,7 @@ class Fp8Fragments:
 
     def __init__(self, config: DecodeConfig, layout: TileLayout, lane, scale_table: Int32):
         self.config, self.layout, self.lane = config, layout, lane
-        blocks = config.head_size // 64
-        self.value_loads = blocks
+        self.value_loads = config.head_size // 64
         ring = lane.ring.base.toint()
         token = layout.token_of(lane.g)
         self.k_address = (
@@ -38,24 +38,49 @@ class Fp8Fragments:
             + token * layout.row_bytes
             + ((lane.j ^ layout.swizzle_of(token)) * 16)
         )
-        v_token = 8 * (lane.lane // 8) + layout.token_of(lane.lane % 8)
-        first_unit = lane.warp * blocks
+        v_token = self.value_token()
+        first_unit = lane.warp * config.value_units
         self.v_swizzle = layout.swizzle_of(v_token)
         self.v_address = (
             ring + layout.row(v_token) + (first_unit // layout.units) * layout.block_bytes
         )
         self.v_unit = first_unit % layout.units
-        self.query_stride = 16
 
-    def load_keys(self, slot: Int32, p: int, _):
-        """Words of the lane's tokens of pass p: of the first and of that 8 positions further."""
+    def load_key_bytes(self, slot: Int32, half: int):
+        """16 bytes of each of the lane's tokens (the first, and that 8 positions further), of 64
+        bytes of their rows: unit j of the ``half``-th four."""
         base = self.k_address + slot * self.config.stage_bytes
-        address = base + (p // 2) * self.layout.block_bytes
-        if p % 2 == 1:
+        address = base + (half // 2) * self.layout.block_bytes
+        if half % 2 == 1:
             # unit 4 + j instead of j: bit 2 of the unit, xor-ed after the swizzle
-            address = (base ^ 64) + (p // 2) * self.layout.block_bytes
+            address = (base ^ 64) + (half // 2) * self.layout.block_bytes
         low = dsl.ld_shared_b32x4(address)
         return low, dsl.ld_shared_b32x4(address + 8 * self.layout.row_bytes)
+
+    def arrange_queries(self, words):
+        return words
+
+    def prepare_values(self, slot: Int32, which: int):
+        pass
+
+    def block_element(self, u: int) -> int:
+        """How far the elements of block u are from the lane's first."""
+        return 16 * u
+
+
+class Fp8Fragments(RowFragments):
+    """fp8_e4m3: K bytes of a lane are 16 neighbours of a row, four k-steps of a pass."""
+
+    query_stride = 16
+
+    def value_token(self) -> Int32:
+        """Of the lane's address for ``ldmatrix``, among the first 32 tokens of a tile."""
+        lane = self.lane.lane
+        return 8 * (lane // 8) + self.layout.token_of(lane % 8)
+
+    def load_keys(self, slot: Int32, p: int, _):
+        """Words of the lane's tokens of pass p."""
+        return self.load_key_bytes(slot, p)
 
     def key_operands(self, loaded, p: int, word: int):
         """A of the k-steps of a word, one for FP8: k-step ``word`` of pass p."""
@@ -66,12 +91,6 @@ class Fp8Fragments:
     def query_offset(self, load):
         """Bytes from the lane's first query element to those of a load (two k-steps)."""
         return (load // 2) * 128 + (load % 2) * 16
-
-    def arrange_queries(self, words):
-        return words
-
-    def prepare_values(self, slot: Int32, which: int):
-        pass
 
     def load_values(self, slot: Int32, u: int, which: int):
         """Tokens' bytes of a 16-element unit of V, transposed: (first 32 tokens, last 32)."""
@@ -91,9 +110,70 @@ class Fp8Fragments:
         """The head-dim element of the lane's first output."""
         return self.lane.warp * self.value_loads * 16 + 2 * self.lane.g
 
-    def block_element(self, u: int) -> int:
-        """How far those of block u are from it."""
-        return 16 * u
+    def pair_outputs(self, acc: cute.Tensor, row_blocks: int):
+        """Make MMA rows g and g + 8 of each block neighbouring elements: they are."""
 
 
-FRAGMENTS = {"fp8_e4m3": Fp8Fragments, "nvfp4": Nvfp4Fragments}
+class Fragments16Bits(RowFragments):
+    """bf16 and fp16: words of K and V are MMA operands as they are.
+
+    16 bytes of a row are two k-steps of K. ``ldmatrix`` transposes 8 tokens of two units of V, so
+    MMA rows g and g + 8 of a block are elements g of its first and of its second unit: lanes g and
+    g ^ 1 exchange halves of the output once an item, for stores of neighbours.
+    """
+
+    query_stride = 8
+
+    def __init__(self, config: DecodeConfig, layout: TileLayout, lane, scale_table: Int32):
+        super().__init__(config, layout, lane, scale_table)
+        unit = self.v_unit + lane.lane // 8 % 2
+        self.v_address = self.v_address + ((unit ^ self.v_swizzle) * 16)
+
+    def value_token(self) -> Int32:
+        """Of the lane's address for ``ldmatrix``, among the first 16 tokens of a tile."""
+        lane = self.lane.lane
+        return 8 * (lane // 16) + self.layout.token_of(lane % 8)
+
+    def load_keys(self, slot: Int32, p: int, _):
+        return [self.load_key_bytes(slot, 2 * p + half) for half in range(2)]
+
+    def key_operands(self, loaded, p: int, word: int):
+        """A of a k-step, which takes two words: k-step ``word`` of pass p."""
+        low, high = loaded[word // 2]
+        first = 2 * (word % 2)
+        return ((low[first], high[first], low[first + 1], high[first + 1]),)
+
+    def query_offset(self, load):
+        return load * 64
+
+    def load_values(self, slot: Int32, u: int, which: int):
+        """A of the four k-steps of block u."""
+        base = self.v_address + slot * self.config.stage_bytes
+        # The two units of a block: bits 1 and 2 of the unit, xor-ed after the swizzle.
+        address = (base ^ (32 * (u % 4))) + (u // 4) * self.layout.block_bytes
+        return [dsl.ldmatrix_x4_trans(address + self.layout.row(16 * s)) for s in range(4)]
+
+    def value_operands(self, words, s: int):
+        # ldmatrix gives both units of the first 8 tokens, then those of the other 8.
+        return (words[s],)
+
+    def first_element(self) -> Int32:
+        g = self.lane.g
+        return self.lane.warp * self.value_loads * 16 + g + 7 * (g % 2)
+
+    def pair_outputs(self, acc: cute.Tensor, row_blocks: int):
+        odd = self.lane.g % 2 == 1
+        for block in range(self.value_loads * row_blocks):
+            for r in range(2):
+                first, second = acc[4 * block + r], acc[4 * block + 2 + r]
+                other = dsl.shuffle_xor_f32(select_(odd, first, second), Int32(4))
+                acc[4 * block + r] = select_(odd, other, first)
+                acc[4 * block + 2 + r] = select_(odd, second, other)
+
+
+FRAGMENTS = {
+    "fp8_e4m3": Fp8Fragments,
+    "nvfp4": Nvfp4Fragments,
+    "bf16": Fragments16Bits,
+    "fp16": Fragments16Bits,
+}

@@ -181,5 +181,8 @@ class Nvfp4Fragments:
     def first_element(self) -> Int32:
         return self.v_first
 
+    def pair_outputs(self, acc: cute.Tensor, row_blocks: int):
+        pass
+
     def block_element(self, u: int) -> int:
         return 32 * (u // 2) + 2 * (u % 2)

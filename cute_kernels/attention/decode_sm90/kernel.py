@@ -1,14 +1,15 @@
-"""SM90 decode attention over a paged FP8 (e4m3) or NVFP4 KV cache: the kernel and its launch.
+"""SM90 decode attention over a paged FP8 (e4m3), NVFP4 or 16-bit KV cache: the kernel, its launch.
 
-Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_heads, D) bytes with
-any 16-byte-aligned strides and contiguous D, D one of 64, 128, 256, 512 (nvfp4: D / 2 bytes, and
+Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_heads, D) with any
+16-byte-aligned strides and contiguous D, D one of 64, 128, 256, 512 (nvfp4: D / 2 bytes, and
 D / 16 block scales by strides of their own); page_size a multiple of the variant's ``box_tokens``.
 A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
 
 One CTA is a producer warp and a consumer warpgroup around a ring of 64-token tiles in shared
-memory: the producer loads K and V by TMA, the consumers convert to fp16 in registers and multiply
-(consumer.py says how). Work is dealt in equal stretches of tiles (common/tile_schedule.py); an item
-that several CTAs share is finished by them together at the end of the same launch (fixup.py).
+memory: the producer loads K and V by TMA, the consumers multiply, out of registers in which what
+has less than 16 bits becomes fp16 (consumer.py says how). Work is dealt in equal stretches of tiles
+(common/tile_schedule.py); an item that several CTAs share is finished by them together at the end
+of the same launch (fixup.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_kernels.attention.common import launch
@@ -34,7 +35,7 @@ from cute_kernels.attention.decode_sm90.config import (
     DecodeConfig,
 )
 from cute_kernels.attention.decode_sm90.consumer import Consumer
-from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerSmem
+from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, TYPES, ConsumerSmem
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import (
     PagedSource,
@@ -43,7 +44,6 @@ from cute_kernels.attention.decode_sm90.producer import (
     TmaOperand,
 )
 
-Q_TYPES = {"bf16": BFloat16, "fp16": Float16}
 PRODUCER_WARP = 4
 # CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
 COOPERATIVE = True
@@ -99,7 +99,7 @@ class DecodeSm90:
     def __init__(self, config: DecodeConfig):
         self.config = config
         self.layout = TileLayout(config)
-        self.q_type = Q_TYPES[config.q_dtype]
+        self.mma_type = TYPES[config.mma_dtype]
 
     @cute.jit
     def __call__(
@@ -134,7 +134,7 @@ class DecodeSm90:
         partial = self._workspace(mWorkspace, at.counters, scalars.ctas)
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
-                Float16,
+                self.mma_type,
                 Float32,
                 (64, max(config.rows, 8), 16),
                 warpgroup.OperandSource.RMEM,
@@ -208,15 +208,15 @@ class DecodeSm90:
 
     def _allocate(self):
         config = self.config
-        rows, D = config.rows, config.head_size
+        rows, D, kind = config.rows, config.head_size, self.mma_type
         allocator = cutlass.memory.SmemAllocator()
 
         def array(element, count, alignment):
             return allocator.allocate_array(element, count, byte_alignment=alignment)
 
         ring = array(Uint8, config.stage_bytes * config.stages, 1024)
-        q = array(Float16, rows * D if config.queries_in_smem else 8, 1024)
-        p = array(Float16, 2 * config.step_tiles * rows * TILE_TOKENS, 1024)
+        q = array(kind, rows * D if config.queries_in_smem else 8, 1024)
+        p = array(kind, 2 * config.step_tiles * rows * TILE_TOKENS, 1024)
         row_max = array(Float32, 4 * rows, 128)
         row_sum = array(Float32, 4 * rows, 128)
         visible = array(Int32, 2 * rows, 128)
@@ -228,12 +228,12 @@ class DecodeSm90:
         empty = array(Int64, config.stages, 8)
         sQ = sP = None
         if config.uses_wgmma:
-            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
+            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, kind)
             q_layout = cute.tile_to_shape(atom, (rows, D), order=(0, 1))
             p_shape = (rows, TILE_TOKENS, 2 * config.step_tiles)
             p_layout = cute.tile_to_shape(atom, p_shape, order=(0, 1, 2))
-            sQ = cute.make_tensor(cute.recast_ptr(q, q_layout.inner, dtype=Float16), q_layout.outer)
-            sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=Float16), p_layout.outer)
+            sQ = cute.make_tensor(cute.recast_ptr(q, q_layout.inner, dtype=kind), q_layout.outer)
+            sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=kind), p_layout.outer)
         tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q)
         addresses = [x.toint() for x in tables]
         return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)

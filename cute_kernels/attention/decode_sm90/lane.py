@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import Shape
@@ -25,6 +25,7 @@ from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import Ring
 
 SHARED_ITEM_WORDS = 8
+TYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
 class NamedBarrier(IntEnum):
@@ -34,11 +35,11 @@ class NamedBarrier(IntEnum):
 class ConsumerSmem(NamedTuple):
     """Shared addresses of the consumer's tables (bytes), and Q^T and P^T as MMA operands.
 
-    p: probabilities, fp16, rows x 64 tokens for each tile of two steps: while warps still read one
-    step's, others fill the next one's. row_max, row_sum: (4 warps, rows) float32. visible: (rows,)
-    pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score into a
-    log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two entries of
-    SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
+    p: probabilities, rows x 64 tokens for each tile of two steps: while warps still read those of
+    one step, others fill the next one's. row_max, row_sum: (4 warps, rows) float32. visible:
+    (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score
+    into a log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two entries
+    of SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
     """
 
     p: Int32
@@ -73,6 +74,10 @@ class ConsumerLane:
     ):
         self.config, self.layout = config, TileLayout(config)
         self.mma, self.shape, self.ring, self.smem, self.softcap = mma, shape, ring, smem, softcap
+        self.mma_type = TYPES[config.mma_dtype]
+        self.mma_kind, self.pack = "f16", dsl.pack_f16x2
+        if config.mma_dtype == "bf16":
+            self.mma_kind, self.pack = "bf16", dsl.pack_bf16x2
         self.row_blocks = config.rows // 8
         # Blocks of 16 head-dim elements that one warp owns in O^T.
         self.units = config.head_size // 64

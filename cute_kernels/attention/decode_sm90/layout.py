@@ -1,9 +1,9 @@
 """Where the bytes of a 64-token K or V tile lie in shared memory, and which lane reads which.
 
 A tile is stored as TMA writes it: one box after the other (a box is ``box_tokens`` tokens of one
-page), within a box one 128-byte column block after the other (one 64-byte block at head size 64),
+page), within a box one 128-byte column block after the other (of FP8 at head size 64 one of 64),
 within a block one row a token, the 16-byte units of a row xor-swizzled with the token. Rows of a
-small head are 64 or 32 bytes. Block scales of a tile follow it, a row a token, in token order.
+small head may be 64 or 32 bytes. Block scales of a tile follow it, a row a token, in token order.
 
 Tokens are taken in groups of 8, and position r of a group is token ``token_of(r)``. K rows, V rows
 and probabilities all use that order, so it never has to be undone. It is chosen so that the eight

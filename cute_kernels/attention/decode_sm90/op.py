@@ -23,7 +23,6 @@ from cute_kernels.attention.common.operands import (
 )
 from cute_kernels.attention.decode_sm90.config import (
     HEAD_SIZES,
-    KV_FORMATS,
     TILE_TOKENS,
     DecodeConfig,
     box_tokens_for_page,
@@ -47,14 +46,12 @@ def compiled(config: DecodeConfig, target: str) -> Callable:
 
 def can_run(problem: AttentionProblem) -> str | None:
     """Why the kernel cannot serve this problem, or None; reads shapes and strides only."""
-    q, k = problem.q, problem.k
+    q = problem.q
     if q.device.type != "cuda":
         return f"tensors are on {q.device.type}, the kernel runs on cuda"
     capability = device_arch(q.device.index).capability
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]}, the kernel is for 9.0"
-    if problem.kv_format not in KV_FORMATS:
-        return f"KV dtype {k.dtype}, the kernel reads float8_e4m3fn and nvfp4"
     head_size = q.shape[2]
     if head_size not in HEAD_SIZES:
         return f"head size {head_size}, the kernel has {HEAD_SIZES}"

@@ -1,9 +1,9 @@
 """Loading the packed query rows of an item as the B operand of S^T = K Q^T.
 
-fp16 holds bf16's precision but not its range, so each bf16 row is multiplied by a power of two
-that brings its largest finite element into [2^14, 2^15): exact, and undone in float32 through the
-row's score scale. Elements 2^-28 below the row's maximum stay normal numbers. fp16 rows are taken
-as they are.
+fp16 holds bf16's precision but not its range, so for a quantized cache, which becomes fp16, each
+bf16 row is multiplied by a power of two that brings its largest finite element into [2^14, 2^15):
+exact, and undone in float32 through the row's score scale. Elements 2^-28 below the row's maximum
+stay normal numbers. Rows of the MMA's own type are taken as they are.
 
 K's bytes are read 16 at a time, so which head-dim elements an MMA k-step has follows from the cache
 format, and Q follows that order (fragments.py). For FP8, k-step s of pass p covers elements
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import Chunk, Sequence, query_token
@@ -80,7 +80,7 @@ class QueryLoading(ConsumerLane):
                 rQ[4 * i + z] = arranged[z]
         rScale[0] = base_scale
         rScale[1] = base_scale
-        if const_expr(mQ.element_type is BFloat16):
+        if const_expr(self.config.scales_queries):
             top = Int32(0)
             for i in cutlass.range_constexpr(words // 4):
                 for z in cutlass.range_constexpr(4):
@@ -102,8 +102,7 @@ class QueryLoading(ConsumerLane):
         config, smem = self.config, self.smem
         half_passes = config.head_size // 32
         per_warp = max(1, half_passes // 4)
-        is_bf16 = const_expr(mQ.element_type is BFloat16)
-        if const_expr(is_bf16):
+        if const_expr(config.scales_queries):
             for n in cutlass.range_constexpr(self.row_blocks):
                 top = Int32(0)
                 for i in cutlass.range_constexpr(per_warp):
@@ -119,7 +118,7 @@ class QueryLoading(ConsumerLane):
             row = 8 * n + self.g
             scale = Float32(1.0)
             inverse = Float32(1.0)
-            if const_expr(is_bf16):
+            if const_expr(config.scales_queries):
                 top = Int32(0)
                 for w in cutlass.range_constexpr(4):
                     other = dsl.ld_shared_b32(smem.q_max + (w * config.rows + row) * 4)
@@ -136,12 +135,12 @@ class QueryLoading(ConsumerLane):
                         at = smem.q + (unit // 2) * (config.rows * 128) + row * 128 + 4 * self.j
                         for z in cutlass.range_constexpr(4):
                             word = words[z]
-                            if const_expr(is_bf16):
+                            if const_expr(config.scales_queries):
                                 word = dsl.bf16x2_to_f16x2_scaled(word, scale)
                             position = (4 * (unit % 2) + z) ^ self.g
                             dsl.st_shared_b32(at + position * 16, word)
                     else:
-                        if const_expr(is_bf16):
+                        if const_expr(config.scales_queries):
                             words = [dsl.bf16x2_to_f16x2_scaled(word, scale) for word in words]
                         dsl.st_shared_b32x4(smem.q + unit * 512 + self.lane * 16, *words)
         cute.arch.fence_proxy("async.shared", space="cta")

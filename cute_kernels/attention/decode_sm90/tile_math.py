@@ -2,8 +2,8 @@
 
 The problem is transposed: S^T = K Q^T and O^T = V^T P^T, so that K and V are the A operand, taken
 from registers. A byte of the cache is read from shared memory once, converted to fp16 in the lane
-that multiplies it (fragments.py: how, and in which order), and never written back. The N of every
-MMA is the packed query rows.
+that multiplies it (16 bits stay as they are; fragments.py: how, and in which order), and never
+written back. The N of every MMA is the packed query rows.
 
 Scores live in the log2 domain once they have been scaled: exp2 and log2 are what the hardware has.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels import dsl
@@ -56,7 +56,7 @@ class TileMath(ConsumerLane):
 
     @cute.jit
     def _scores_wgmma(self, rS: cute.Tensor, loaded, p: cutlass.Constexpr):
-        rA = cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16)
+        rA = cute.make_rmem_tensor(((2, 2, 2), 1, 4), self.mma_type)
         words = cute.recast_tensor(rA, Int32)
         steps = 4 // self.kv.words_per_pass
         for word in cutlass.range_constexpr(self.kv.words_per_pass):
@@ -90,9 +90,8 @@ class TileMath(ConsumerLane):
                         pair = self._query_fragments(2 * p + s // 2)
                     b = (pair[2 * (s % 2)], pair[2 * (s % 2) + 1])
                 c = 4 * (s % self.chains)
-                d = dsl.mma_m16n8k16_f16(
-                    *operands[i], b[0], b[1], rS[c], rS[c + 1], rS[c + 2], rS[c + 3]
-                )
+                sums = [rS[c + z] for z in range(4)]
+                d = dsl.mma_m16n8k16(operands[i], b, sums, self.mma_kind)
                 for z in cutlass.range_constexpr(4):
                     rS[c + z] = d[z]
 
@@ -204,8 +203,8 @@ class TileMath(ConsumerLane):
                 p = [dsl.exp2(scores[i][4 * n + z] - references[z % 2]) for z in range(4)]
                 for r in cutlass.range_constexpr(2):
                     sums[r] = sums[r] + (p[r] + p[2 + r])
-                near = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[0], p[1]))
-                far = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[2], p[3]))
+                near = dsl.transpose_8x8_b16(self.pack(p[0], p[1]))
+                far = dsl.transpose_8x8_b16(self.pack(p[2], p[3]))
                 self._store_probabilities(near, far, n, buffer * tiles + i)
             added[2 * n] = sums[0]
             added[2 * n + 1] = sums[1]
@@ -246,7 +245,7 @@ class TileMath(ConsumerLane):
         columns = (
             self.ring.base.toint()
             + slot * config.stage_bytes
-            + ((self.warp * self.units) // layout.units) * layout.block_bytes
+            + ((self.warp * config.value_units) // layout.units) * layout.block_bytes
         )
         zero = Int32(0)
         for half in cutlass.range_constexpr(2):
@@ -255,9 +254,10 @@ class TileMath(ConsumerLane):
             row = columns + layout.row(in_tile)
             swizzle = layout.swizzle_of(in_tile)
             if (token < low) | (token >= seq.used):
-                for u in cutlass.range_constexpr(self.units):
-                    unit = (self.kv.v_unit + u) ^ swizzle
-                    dsl.st_shared_b32x4(row + unit * 16, zero, zero, zero, zero)
+                for u in cutlass.range_constexpr(config.value_units):
+                    unit = (self.kv.v_unit + u % layout.units) ^ swizzle
+                    at = row + (u // layout.units) * layout.block_bytes + unit * 16
+                    dsl.st_shared_b32x4(at, zero, zero, zero, zero)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
@@ -286,7 +286,7 @@ class TileMath(ConsumerLane):
     @cute.jit
     def _values_wgmma(self, acc: cute.Tensor, loaded, load: cutlass.Constexpr, tile: Int32):
         blocks = self.kv.blocks_per_load
-        fragments = [cute.make_rmem_tensor(((2, 2, 2), 1, 4), Float16) for _ in range(blocks)]
+        fragments = [cute.make_rmem_tensor(((2, 2, 2), 1, 4), self.mma_type) for _ in range(blocks)]
         words = [cute.recast_tensor(rA, Int32) for rA in fragments]
         for s in cutlass.range_constexpr(4):
             operands = self.kv.value_operands(loaded, s)
@@ -317,9 +317,7 @@ class TileMath(ConsumerLane):
             operands = self.kv.value_operands(loaded, s)
             for block in cutlass.range_constexpr(self.kv.blocks_per_load):
                 at = 4 * (load * self.kv.blocks_per_load + block)
-                d = dsl.mma_m16n8k16_f16(
-                    *operands[block], p[s][0], p[s][1],
-                    acc[at], acc[at + 1], acc[at + 2], acc[at + 3],
-                )  # fmt: skip
+                sums = [acc[at + z] for z in range(4)]
+                d = dsl.mma_m16n8k16(operands[block], p[s], sums, self.mma_kind)
                 for z in cutlass.range_constexpr(4):
                     acc[at + z] = d[z]
