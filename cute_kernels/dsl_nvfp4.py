@@ -66,6 +66,15 @@ def permute_bytes(x: Int32, y: Int32, selector: Int32, *, loc=None, ip=None):
     return _asm([Int32], [x, y, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", False, loc, ip)
 
 
+# ---- global memory -------------------------------------------------------------------------
+
+
+@dsl_user_op
+def ld_global_u8(address: Int64, *, loc=None, ip=None):
+    """In program order, but without a memory clobber: several of these may be in flight."""
+    return _asm([Int32], [address], "ld.global.u8 $0, [$1];", "=r,l", True, loc, ip)
+
+
 # ---- shared memory -------------------------------------------------------------------------
 
 

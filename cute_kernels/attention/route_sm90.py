@@ -58,18 +58,39 @@ class Route(NamedTuple):
 def route(bounds: Bounds, sm_count: int) -> Route:
     """Choose from bounds alone: a captured graph serves any lengths within them."""
     if bounds.kv_format == "nvfp4":
-        # Only the decode kernel reads it, many rows in chunks.
-        return Route(True, False, UNLIMITED)
+        return _route_nvfp4(bounds, sm_count)
     if bounds.deterministic or bounds.kv_format != "fp8_e4m3":
         # The decode kernel's splits follow the whole batch, a prefill item is one sequence's; and
         # only the prefill kernel reads 16-bit caches.
         return Route(False, True, 0)
     most = decode_rows(bounds.head_size)
-    items = -(-bounds.total_q * bounds.group // rows_of(bounds.head_size)) * bounds.kv_heads
-    if bounds.max_seqlen_q * bounds.group <= most or items < sm_count * _MIN_ITEMS_PER_SM:
+    if bounds.max_seqlen_q * bounds.group <= most or _few_items(bounds, sm_count):
         return Route(True, False, UNLIMITED)
+    return _shared(bounds, most, _capacity(bounds))
+
+
+def _route_nvfp4(bounds: Bounds, sm_count: int) -> Route:
+    """Prefill reads copies only: what is too short or too large for them is decode's, in chunks of
+    rows."""
+    capacity = 0 if bounds.deterministic else _capacity(bounds)
+    if not capacity or _few_items(bounds, sm_count):
+        return Route(True, False, UNLIMITED)
+    least = widen_sm90.min_rows(bounds.kv_format, bounds.head_size)
+    return _shared(bounds, least - 1, capacity)
+
+
+def _few_items(bounds: Bounds, sm_count: int) -> bool:
+    """Whether the call has too few items for the prefill kernel, see ``_MIN_ITEMS_PER_SM``."""
+    read = "fp16" if bounds.kv_format == "nvfp4" else bounds.kv_format
+    rows = rows_of(bounds.head_size, read)
+    items = -(-bounds.total_q * bounds.group // rows) * bounds.kv_heads
+    return items < sm_count * _MIN_ITEMS_PER_SM
+
+
+def _shared(bounds: Bounds, rows: int, capacity: int) -> Route:
+    """Both kernels, or where all sequences are of the largest length prefill alone."""
     all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
-    return Route(not all_long, True, 0 if all_long else most, _capacity(bounds))
+    return Route(not all_long, True, 0 if all_long else rows, capacity)
 
 
 def _capacity(bounds: Bounds) -> int:
@@ -77,7 +98,7 @@ def _capacity(bounds: Bounds) -> int:
     tokens = -(-bounds.keys // widen_sm90.BLOCK_TOKENS) * widen_sm90.BLOCK_TOKENS
     size = 4 * bounds.batch * tokens * bounds.kv_heads * bounds.head_size
     rows = bounds.max_seqlen_q * bounds.group
-    least = widen_sm90.MIN_ROWS.get(bounds.head_size)
+    least = widen_sm90.min_rows(bounds.kv_format, bounds.head_size)
     wanted = least is not None and rows >= least
     return tokens if wanted and size <= _MAX_WIDENED_BYTES else 0
 
@@ -85,7 +106,7 @@ def _capacity(bounds: Bounds) -> int:
 def can_run(problem: AttentionProblem) -> str | None:
     """Why no SM90 kernel can serve this problem, or None; reads shapes and strides only."""
     if problem.kv_format == "nvfp4":
-        return decode_sm90.can_run(problem)
+        return decode_sm90.can_run(problem) or prefill_sm90.cannot_count(problem)
     if problem.deterministic or problem.kv_format != "fp8_e4m3":
         return prefill_sm90.can_run(problem)
     return decode_sm90.can_run(problem) or prefill_sm90.can_run(problem)

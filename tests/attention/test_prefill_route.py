@@ -17,7 +17,6 @@ from cute_kernels.arch import DeviceArch
 from cute_kernels.attention import route_sm90
 from cute_kernels.attention.arguments import validate
 from cute_kernels.attention.common import launches
-from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90.config import HEAD_SIZES, SMEM_BYTES_PER_CTA, row_buckets
 from cute_kernels.attention.prefill_sm90 import op
 from cute_kernels.attention.prefill_sm90.config import (
@@ -154,16 +153,6 @@ def test_batch_invariance_takes_the_kernel_without_splits():
     for fields in ({}, {"max_seqlen_q": 1, "total_q": 4}, {"kv_heads": 1, "total_q": 8}):
         assert route(bounds_of(deterministic=True, **fields), SM_COUNT) == Route(False, True, 0)
         assert route(bounds_of(kv_format="bf16", **fields), SM_COUNT) == Route(False, True, 0)
-
-
-def test_nvfp4_is_read_by_the_decode_kernel_alone():
-    for fields in ({}, {"batch": 5}, {"max_seqlen_q": 1}, {"deterministic": True}):
-        assert route(bounds_of(kv_format="nvfp4", **fields), SM_COUNT) == (
-            True,
-            False,
-            UNLIMITED,
-            0,
-        )
 
 
 def problem_of(**fields: Any) -> Any:

@@ -1,10 +1,12 @@
-"""An FP8 (e4m3) KV cache's tokens of a batch as fp16, gathered: what the 16-bit kernel then reads.
+"""An FP8 (e4m3) or NVFP4 KV cache's tokens of a batch as fp16, gathered: what the 16-bit kernel
+then reads.
 
-Exact: every e4m3 value is an fp16 value. The copy is ragged: sequence b has room for ``capacity``
-tokens from token b * capacity on, its token t lies at b * capacity + t; K and V are each
-(kv_heads, batch * capacity, D). Tokens that no query sees are not read, nor written but within a
-block of 64 that holds others, where they are copies of the nearest seen token. Beside them, for the
-attention kernel: where each sequence starts, and its number of keys.
+Exact: formats.py says why; global scales are left to the attention kernel. The copy is ragged:
+sequence b has room for ``capacity`` tokens from token b * capacity on, its token t lies at
+b * capacity + t; K and V are each (kv_heads, batch * capacity, D). Tokens that no query sees are
+not read, nor written but within a block of 64 that holds others, where they are copies of the
+nearest seen token. Beside them, for the attention kernel: where each sequence starts, and its
+number of keys.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from cutlass import Int32, Int64, const_expr
 
 from cute_kernels import dsl, dsl_store
 from cute_kernels.attention.common import launch
-from cute_kernels.attention.common.launch import Sizes, Strides
+from cute_kernels.attention.common.launch import ScaledStrides, Sizes, Strides
 from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource
 from cute_kernels.attention.prefill_sm90.kernel import Addresses
@@ -27,9 +29,27 @@ from cute_kernels.attention.widen_sm90.config import (
     VECTOR,
     WidenConfig,
 )
+from cute_kernels.attention.widen_sm90.formats import ROWS
 
 # Loads of a thread in flight.
 _BATCH = 8
+
+# Of a cache with block scales.
+ScaledAddresses = NamedTuple(
+    "ScaledAddresses",
+    [
+        *((name, cute.Pointer) for name in Addresses._fields),
+        ("k_scale", cute.Pointer),
+        ("v_scale", cute.Pointer),
+    ],
+)
+
+
+def operand_types(config: WidenConfig):
+    """(addresses, strides) that a variant takes."""
+    if ROWS[config.kv_format].planes == 2:
+        return ScaledAddresses, ScaledStrides
+    return Addresses, Strides
 
 
 class Target(NamedTuple):
@@ -48,34 +68,46 @@ class Target(NamedTuple):
     skip_rows: Int32
 
 
-class Side(NamedTuple):
-    """K or V: address and strides (bytes) of the cache, address of the copy."""
+class Plane(NamedTuple):
+    """Codes or block scales of K or V: address and strides in bytes."""
 
-    cache: Int64
+    base: Int64
     page: Int64
     token: Int64
     head: Int64
+
+
+class Side(NamedTuple):
+    """K or V: the cache's planes, address of the copy."""
+
+    planes: tuple[Plane, ...]
     copy: Int64
 
 
 class WidenSm90:
     def __init__(self, config: WidenConfig):
         self.config = config
+        self.rows = ROWS[config.kv_format]()
 
     @cute.jit
     def __call__(
         self,
         mCuQ: cute.Tensor,
-        at: Addresses,
-        strides: Strides,
+        at: Addresses | ScaledAddresses,
+        strides: Strides | ScaledStrides,
         sizes: Sizes,
         target: Target,
         stream,
     ):
-        k = Side(at.k.toint(), strides.k_page, strides.k_token, strides.k_head, target.k)
-        v = Side(at.v.toint(), strides.v_page, strides.v_token, strides.v_head, target.v)
+        k = [Plane(at.k.toint(), strides.k_page, strides.k_token, strides.k_head)]
+        v = [Plane(at.v.toint(), strides.v_page, strides.v_token, strides.v_head)]
+        if const_expr(self.rows.planes == 2):
+            scales = launch.block_scales(at, strides)
+            for planes, scale in zip((k, v), scales, strict=True):
+                planes.append(Plane(scale.base, scale.page, Int64(scale.token), scale.head))
         lengths, source = launch.lengths(at, mCuQ, sizes), launch.pages(at, strides, sizes)
-        self.kernel(k, v, lengths, source, sizes, target).launch(
+        sides = Side(tuple(k), target.k), Side(tuple(v), target.v)
+        self.kernel(*sides, lengths, source, sizes, target).launch(
             grid=(target.capacity // BLOCK_TOKENS, sizes.kv_heads, sizes.batch),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -87,8 +119,9 @@ class WidenSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, head, b = cute.arch.block_idx()
+        planes = self.rows.planes
         rows = cutlass.memory.SmemAllocator().allocate_array(
-            Int64, 2 * BLOCK_TOKENS, byte_alignment=16
+            Int64, 2 * planes * BLOCK_TOKENS, byte_alignment=16
         )
         q_len = lengths.mCuQ[b + 1] - lengths.mCuQ[b]
         start = Int32(0)
@@ -118,27 +151,33 @@ class WidenSm90:
                     page = source.mTable[b, cutlass.min(index, source.table_width - 1)]
                 for i in cutlass.range_constexpr(2):
                     side = k if const_expr(i == 0) else v
-                    row = side.cache + page * side.page + in_page * side.token + head * side.head
-                    dsl.st_shared_b64(rows.toint() + i * (8 * BLOCK_TOKENS) + 8 * tid, row)
+                    for p in cutlass.range_constexpr(planes):
+                        at = side.planes[p]
+                        row = at.base + page * at.page + in_page * at.token + head * at.head
+                        table = (planes * i + p) * (8 * BLOCK_TOKENS)
+                        dsl.st_shared_b64(rows.toint() + table + 8 * tid, row)
             cute.arch.sync_threads()
             first = Int64(head * sizes.batch + b) * target.capacity + begin
             for i in cutlass.range_constexpr(2):
                 side = k if const_expr(i == 0) else v
-                table = rows.toint() + i * (8 * BLOCK_TOKENS)
+                table = rows.toint() + i * (8 * planes * BLOCK_TOKENS)
                 self._widen(table, side.copy + first * (2 * self.config.head_size), tid)
 
     def _widen(self, table: Int32, copy: Int64, tid: Int32):
-        """A block of K or V, whose rows' addresses are in ``table``, to ``copy``."""
+        """A block of K or V to ``copy``; ``table``: its rows' addresses, plane by plane."""
         vectors = self.config.vectors
         column, row = tid % vectors, tid // vectors
         rounds, rows_a_round = BLOCK_TOKENS * vectors // THREADS, THREADS // vectors
         for begin in range(0, rounds, _BATCH):
             batch = range(begin, min(begin + _BATCH, rounds))
-            words = []
+            loaded = []
             for i in batch:
-                address = dsl_store.ld_shared_b64(table + 8 * (row + rows_a_round * i))
-                words.append(dsl_store.ld_global_b32x2(address + VECTOR * column))
-            for i, pair in zip(batch, words, strict=True):
-                low, high = (dsl.e4m3x4_to_f16x4(word) for word in pair)
+                entry = table + 8 * (row + rows_a_round * i)
+                addresses = tuple(
+                    dsl_store.ld_shared_b64(entry + p * (8 * BLOCK_TOKENS))
+                    for p in range(self.rows.planes)
+                )
+                loaded.append(self.rows.load(addresses, column))
+            for i, codes in zip(batch, loaded, strict=True):
                 offset = ((row + rows_a_round * i) * vectors + column) * (2 * VECTOR)
-                dsl_store.st_global_b32x4(copy + offset, *low, *high)
+                dsl_store.st_global_b32x4(copy + offset, *self.rows.convert(codes))
