@@ -12,6 +12,7 @@ from kvcache import bytes_per_token
 from kvcache.integrations.vllm.backend import CuteAttentionBackend
 from kvcache.integrations.vllm.metadata import CuteMetadataBuilder
 from kvcache.integrations.vllm.pages import nvfp4_sides
+from kvcache.integrations.vllm.warmup import compile_units
 from tests.vllm.helpers import allocate, batch, layer, run, vllm_config
 from tests.vllm.test_attention import STEPS, TOLERANCE, attention64
 
@@ -145,3 +146,13 @@ def test_blocks_that_are_not_whole_are_caught(layout):
     x = torch.zeros(1, 2, SIZE, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="kv_cache: got shape .* dense, in HND or NHD order"):
         made.impl.do_kv_cache_update(made, x, x, cache, torch.tensor([0]))
+
+
+def test_the_warmup_has_the_users_store_and_what_reads_copies():
+    config = vllm_config("nvfp4_mse")
+    spec = spec_of(layer(config), config)
+    units = compile_units(spec, 16, torch.bfloat16, 8192, "nvfp4_mse")
+    names = {unit.name.removesuffix(" for sm_90a") for unit in units}
+    assert {"store_nvfp4_mse_bf16", "widen_sm90_nvfp4_d64"} <= names
+    assert "prefill_sm90_fp16_d64_r128_bf16_box64" in names
+    assert "store_nvfp4_bf16" not in names
