@@ -46,7 +46,7 @@ class Route(NamedTuple):
     """Sequences of at most ``rows`` packed rows go to the decode kernel, the others to prefill.
 
     decode, prefill: the kernel may have work, so it is launched. capacity: not 0 where prefill
-    reads a 16-bit copy of the keys: the tokens that the copy has room for, of each sequence.
+    reads a 16-bit copy of the keys: the tokens that the copy has room for, of each copied sequence.
     """
 
     decode: bool
@@ -66,17 +66,18 @@ def route(bounds: Bounds, sm_count: int) -> Route:
     most = decode_rows(bounds.head_size)
     if bounds.max_seqlen_q * bounds.group <= most or _few_items(bounds, sm_count):
         return Route(True, False, UNLIMITED)
-    return _shared(bounds, most, _capacity(bounds))
+    return _shared(bounds, most)
 
 
 def _route_nvfp4(bounds: Bounds, sm_count: int) -> Route:
     """Prefill reads copies only: what is too short or too large for them is decode's, in chunks of
     rows."""
-    capacity = 0 if bounds.deterministic else _capacity(bounds)
-    if not capacity or _few_items(bounds, sm_count):
-        return Route(True, False, UNLIMITED)
     least = widen_sm90.min_rows(bounds.kv_format, bounds.head_size)
-    return _shared(bounds, least - 1, capacity)
+    if least is not None and not bounds.deterministic and not _few_items(bounds, sm_count):
+        chosen = _shared(bounds, least - 1)
+        if chosen.capacity:
+            return chosen
+    return Route(True, False, UNLIMITED)
 
 
 def _few_items(bounds: Bounds, sm_count: int) -> bool:
@@ -87,16 +88,19 @@ def _few_items(bounds: Bounds, sm_count: int) -> bool:
     return items < sm_count * _MIN_ITEMS_PER_SM
 
 
-def _shared(bounds: Bounds, rows: int, capacity: int) -> Route:
-    """Both kernels, or where all sequences are of the largest length prefill alone."""
+def _shared(bounds: Bounds, most: int) -> Route:
+    """Sequences of at most ``most`` packed rows for decode, the others for prefill; all for prefill
+    where all are of the largest length."""
     all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
-    return Route(not all_long, True, 0 if all_long else rows, capacity)
+    rows = 0 if all_long else most
+    return Route(not all_long, True, rows, _capacity(bounds, rows))
 
 
-def _capacity(bounds: Bounds) -> int:
+def _capacity(bounds: Bounds, skip_rows: int) -> int:
     """See ``Route``. Bits would depend on the batch, so deterministic calls have none."""
     tokens = -(-bounds.keys // widen_sm90.BLOCK_TOKENS) * widen_sm90.BLOCK_TOKENS
-    size = 4 * bounds.batch * tokens * bounds.kv_heads * bounds.head_size
+    copies = widen_sm90.most_copies(bounds.batch, bounds.total_q * bounds.group, skip_rows)
+    size = 4 * copies * tokens * bounds.kv_heads * bounds.head_size
     rows = bounds.max_seqlen_q * bounds.group
     least = widen_sm90.min_rows(bounds.kv_format, bounds.head_size)
     wanted = least is not None and rows >= least

@@ -36,6 +36,9 @@ def test_long_queries_over_nvfp4_read_widened_keys(head_size):
     least = widen_sm90.min_rows("nvfp4", head_size)
     mixed = route(bounds._replace(batch=5), SM_COUNT)
     assert mixed == Route(True, True, least - 1, 8192)
+    # One prompt beside many decoding sequences: room for what can be long.
+    serving = bounds._replace(batch=64, total_q=1087, max_seqlen_q=1024)
+    assert route(serving, SM_COUNT) == Route(True, True, least - 1, 8192)
     few = bounds._replace(batch=8, total_q=256, keys=2048, max_seqlen_q=least // 8)
     assert route(few, SM_COUNT).rows == least - 1
     assert route(few._replace(max_seqlen_q=least // 8 - 1), SM_COUNT).rows == UNLIMITED
@@ -45,7 +48,8 @@ def test_launch_arguments_of_a_call_with_widened_nvfp4_keys(monkeypatch):
     case = AttentionCase(id="wide", kv_lens=(70, 300), q_lens=(3, 200), layout="HND")
     inputs = make_nvfp4_inputs(case)
     widen, attention = launched(monkeypatch, inputs, 511, 320)
-    name, _, addresses, strides, _, _ = widen
+    name, _, addresses, strides, _, target = widen
+    assert target[4:] == (320, 2**30, 511, 1), "812 rows are one sequence of 512 at most"
     assert name == "widen_sm90_nvfp4_d128"
     assert addresses[11:] == tuple(inputs[f"{side}_block_scale"].data_ptr() for side in "kv")
     assert strides[15:18] == inputs["k_block_scale"].stride()[:3]
@@ -53,7 +57,7 @@ def test_launch_arguments_of_a_call_with_widened_nvfp4_keys(monkeypatch):
     assert name == "prefill_sm90_fp16_d128_r128_bf16_box64"
     assert addresses[6] == inputs["k_descale"].data_ptr(), "global scales stay the kernel's"
     assert len(addresses) == 11 and len(strides) == 15
-    assert strides[2:8] == (16, 256, 640 * 256) * 2 and scalars[4] == 511
+    assert strides[2:8] == (16, 256, 320 * 256) * 2 and scalars[4] == 511
 
 
 def test_what_a_model_with_long_queries_needs_compiled():

@@ -244,7 +244,7 @@ def test_launch_arguments_of_a_call_with_widened_keys(monkeypatch):
     assert sizes[5:] == (k.shape[0], 64, inputs["block_table"].shape[1], 1, 1)
     size = 2 * 2 * 320 * 128 * 2  # batch, heads, tokens, elements, bytes
     at = target[0]
-    assert target == (at, at + size, at + 2 * size, at + 2 * size + 8, 320, 50, 64)
+    assert target == (at, at + size, at + 2 * size, at + 2 * size + 8, 320, 50, 64, 2)
     name, offsets, addresses, strides, sizes, scalars = attention
     assert name == "prefill_sm90_fp16_d128_r128_bf16_box64" and offsets is inputs["cu_seqlens_q"]
     assert addresses[0] == inputs["q"].data_ptr() and addresses[1:3] == target[:2]

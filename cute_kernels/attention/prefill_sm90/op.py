@@ -27,7 +27,7 @@ from cute_kernels.attention.prefill_sm90.config import (
     make_config,
     rows_of,
 )
-from cute_kernels.attention.widen_sm90.config import WidenConfig
+from cute_kernels.attention.widen_sm90.config import WidenConfig, most_copies
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
 
@@ -127,8 +127,10 @@ def _plan_widened(
     """Widen k and v, then read the copies, of which only shape and strides matter here."""
     batch = problem.cu_seqlens_q.shape[0] - 1
     kv_heads, head_size = k.shape[-2], q.shape[2]
+    rows = q.shape[0] * (q.shape[1] // kv_heads)
+    copies = most_copies(batch, rows, skip_rows)
     copy = torch.empty(
-        (kv_heads, batch * capacity, head_size), dtype=torch.float16, device="meta"
+        (kv_heads, copies * capacity, head_size), dtype=torch.float16, device="meta"
     ).transpose(0, 1)
     # Any tensor: that it is there says that lengths are.
     ragged = problem._replace(
@@ -142,7 +144,13 @@ def _plan_widened(
     arguments = packed(operand_strides(problem, q, k, v, out), operand_sizes(problem, k))
     left = score_scalars(problem)[2]
     return WidenedLaunch(
-        function, q.device, arguments, attention, copy.nbytes, batch, (capacity, left, skip_rows)
+        function,
+        q.device,
+        arguments,
+        attention,
+        copy.nbytes,
+        batch,
+        (capacity, left, skip_rows, copies),
     )
 
 

@@ -52,6 +52,11 @@ def min_rows(kv_format: str, head_size: int) -> int | None:
     return MIN_ROWS.get(kv_format, {}).get(head_size)
 
 
+def most_copies(batch: int, rows: int, skip_rows: int) -> int:
+    """How many sequences of a batch of ``rows`` packed rows can have more than ``skip_rows``."""
+    return min(batch, rows // (skip_rows + 1))
+
+
 def rounded_keys(max_seqlen_q: int, max_seqlen_k: int) -> int:
     """Of the bound of the key lengths, what the choice of a kernel may depend on; 0: nothing."""
     if max_seqlen_q < _LONG_QUERIES:

@@ -1,12 +1,12 @@
 """An FP8 (e4m3) or NVFP4 KV cache's tokens of a batch as fp16, gathered: what the 16-bit kernel
 then reads.
 
-Exact: formats.py says why; global scales are left to the attention kernel. The copy is ragged:
-sequence b has room for ``capacity`` tokens from token b * capacity on, its token t lies at
-b * capacity + t; K and V are each (kv_heads, batch * capacity, D). Tokens that no query sees are
-not read, nor written but within a block of 64 that holds others, where they are copies of the
-nearest seen token. Beside them, for the attention kernel: where each sequence starts, and its
-number of keys.
+Exact: formats.py says why; global scales are left to the attention kernel. Copied are sequences
+with more packed rows than ``skip_rows``, the others are another kernel's. The copy is ragged: the
+n-th of them has room for ``capacity`` tokens, its token t lies at n * capacity + t; K and V are
+each (kv_heads, copies * capacity, D). Tokens that no query sees are not read, nor written but
+within a block of 64 that holds others, where they are copies of the nearest seen token. Beside
+them, for the attention kernel: where each copied sequence starts, and its number of keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cutlass import Int32, Int64, const_expr
 from cute_kernels import dsl, dsl_store
 from cute_kernels.attention.common import launch
 from cute_kernels.attention.common.launch import ScaledStrides, Sizes, Strides
-from cute_kernels.attention.common.tile_schedule import Lengths
+from cute_kernels.attention.common.tile_schedule import Lengths, inclusive_scan
 from cute_kernels.attention.decode_sm90.producer import PagedSource
 from cute_kernels.attention.prefill_sm90.kernel import Addresses
 from cute_kernels.attention.widen_sm90.config import (
@@ -56,7 +56,8 @@ class Target(NamedTuple):
     """Addresses of the copies of K and V (fp16) and of (batch,) int32 starts and lengths.
 
     capacity: tokens a sequence, a multiple of 64. window_left: keys visible to the left of a row's
-    own position. skip_rows: sequences of at most so many packed rows are left out.
+    own position. skip_rows: sequences of at most so many packed rows are left out. copies: at
+    least as many as there are others.
     """
 
     k: Int64
@@ -66,6 +67,7 @@ class Target(NamedTuple):
     capacity: Int32
     window_left: Int32
     skip_rows: Int32
+    copies: Int32
 
 
 class Plane(NamedTuple):
@@ -82,6 +84,29 @@ class Side(NamedTuple):
 
     planes: tuple[Plane, ...]
     copy: Int64
+
+
+@cute.jit
+def _sequence_of(lengths: Lengths, sizes: Sizes, skip_rows: Int32, copy: Int32) -> Int32:
+    """Which sequence is number ``copy`` of those that are copied, ``batch`` if there are fewer;
+    every warp finds it for itself."""
+    lane = cute.arch.lane_idx()
+    b = sizes.batch
+    base = Int32(0)
+    line = Int32(0)
+    while (base < sizes.batch) & (line <= copy):
+        wanted = Int32(0)
+        if base + lane < sizes.batch:
+            q_len = lengths.mCuQ[base + lane + 1] - lengths.mCuQ[base + lane]
+            if q_len * sizes.group > skip_rows:
+                wanted = Int32(1)
+        end = line + inclusive_scan(wanted, lane)
+        owner = dsl.count_le(end, copy)
+        if owner < 32:
+            b = base + owner
+        line = dsl.shuffle_from_lane(end, Int32(31))
+        base = base + 32
+    return b
 
 
 class WidenSm90:
@@ -108,7 +133,7 @@ class WidenSm90:
         lengths, source = launch.lengths(at, mCuQ, sizes), launch.pages(at, strides, sizes)
         sides = Side(tuple(k), target.k), Side(tuple(v), target.v)
         self.kernel(*sides, lengths, source, sizes, target).launch(
-            grid=(target.capacity // BLOCK_TOKENS, sizes.kv_heads, sizes.batch),
+            grid=(target.capacity // BLOCK_TOKENS, sizes.kv_heads, target.copies),
             block=(THREADS, 1, 1),
             stream=stream,
         )
@@ -118,29 +143,31 @@ class WidenSm90:
         self, k: Side, v: Side, lengths: Lengths, source: PagedSource, sizes: Sizes, target: Target
     ):
         tid, _, _ = cute.arch.thread_idx()
-        block, head, b = cute.arch.block_idx()
+        block, head, copy = cute.arch.block_idx()
+        b = _sequence_of(lengths, sizes, target.skip_rows, copy)
         planes = self.rows.planes
         rows = cutlass.memory.SmemAllocator().allocate_array(
             Int64, 2 * planes * BLOCK_TOKENS, byte_alignment=16
         )
-        q_len = lengths.mCuQ[b + 1] - lengths.mCuQ[b]
+        q_len = Int32(0)
         start = Int32(0)
         used = Int32(0)
-        if source.paged == 0:
-            start = lengths.mCuK[b]
-        if lengths.has_used != 0:
-            used = lengths.mUsedK[b]
-        else:
-            used = lengths.mCuK[b + 1] - lengths.mCuK[b]
+        if b < sizes.batch:
+            q_len = lengths.mCuQ[b + 1] - lengths.mCuQ[b]
+            if source.paged == 0:
+                start = lengths.mCuK[b]
+            if lengths.has_used != 0:
+                used = lengths.mUsedK[b]
+            else:
+                used = lengths.mCuK[b + 1] - lengths.mCuK[b]
         # More would not fit: the caller's max_seqlen_k was too small.
         used = cutlass.min(cutlass.max(used, Int32(0)), target.capacity)
-        if (block == 0) & (head == 0) & (tid == 0):
-            dsl.st_global_b32(target.starts + 4 * Int64(b), b * target.capacity)
+        if (block == 0) & (head == 0) & (tid == 0) & (b < sizes.batch):
+            dsl.st_global_b32(target.starts + 4 * Int64(b), copy * target.capacity)
             dsl.st_global_b32(target.lengths + 4 * Int64(b), used)
         low = cutlass.max(used - q_len - target.window_left, Int32(0))
         begin = block * BLOCK_TOKENS
-        live = (begin < used) & (begin + BLOCK_TOKENS > low)
-        if live & (q_len * sizes.group > target.skip_rows):
+        if (begin < used) & (begin + BLOCK_TOKENS > low):
             if tid < BLOCK_TOKENS:
                 token = cutlass.min(cutlass.max(begin + tid, low), used - 1)
                 page = Int32(0)
@@ -157,7 +184,7 @@ class WidenSm90:
                         table = (planes * i + p) * (8 * BLOCK_TOKENS)
                         dsl.st_shared_b64(rows.toint() + table + 8 * tid, row)
             cute.arch.sync_threads()
-            first = Int64(head * sizes.batch + b) * target.capacity + begin
+            first = Int64(head * target.copies + copy) * target.capacity + begin
             for i in cutlass.range_constexpr(2):
                 side = k if const_expr(i == 0) else v
                 table = rows.toint() + i * (8 * planes * BLOCK_TOKENS)
