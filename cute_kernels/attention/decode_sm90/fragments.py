@@ -49,7 +49,7 @@ class Fp8Fragments:
 
     def load_keys(self, slot: Int32, p: int, _):
         """Words of the lane's tokens of pass p: of the first and of that 8 positions further."""
-        base = self.k_address + slot * self.config.stage_bytes
+        base = self.k_address + slot * self.config.tile_bytes
         address = base + (p // 2) * self.layout.block_bytes
         if p % 2 == 1:
             # unit 4 + j instead of j: bit 2 of the unit, xor-ed after the swizzle
@@ -75,7 +75,7 @@ class Fp8Fragments:
 
     def load_values(self, slot: Int32, u: int, which: int):
         """Tokens' bytes of a 16-element unit of V, transposed: (first 32 tokens, last 32)."""
-        base = self.v_address + slot * self.config.stage_bytes
+        base = self.v_address + slot * self.config.tile_bytes
         address = base + (((self.v_unit + u) ^ self.v_swizzle) * 16)
         near = dsl.ldmatrix_x4_trans(address)
         return near, dsl.ldmatrix_x4_trans(address + self.layout.second_half)

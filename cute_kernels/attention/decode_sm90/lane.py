@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import Shape
@@ -74,8 +74,9 @@ class ConsumerLane:
         self.config, self.layout = config, TileLayout(config)
         self.mma, self.shape, self.ring, self.smem, self.softcap = mma, shape, ring, smem, softcap
         self.row_blocks = config.rows // 8
-        # Blocks of 16 head-dim elements that one warp owns in O^T.
+        # Blocks of 16 head-dim elements that one warp owns in O^T: at the end, and of a tile.
         self.units = config.head_size // 64
+        self.blocks = config.head_size // 16 if config.warps_apart else self.units
         self.chains = config.chains
         tid, _, _ = cute.arch.thread_idx()
         self.tid = tid
@@ -89,7 +90,7 @@ class ConsumerLane:
     def make_state(self):
         """(output accumulators, softmax state); filled anew by ``reset`` for each item."""
         rows = 2 * self.row_blocks
-        acc = cute.make_rmem_tensor((self.units * self.row_blocks * 4,), Float32)
+        acc = cute.make_rmem_tensor((self.blocks * self.row_blocks * 4,), Float32)
         state = Softmax(
             cute.make_rmem_tensor((rows,), Float32),
             cute.make_rmem_tensor((rows,), Float32),
@@ -98,7 +99,7 @@ class ConsumerLane:
 
     @cute.jit
     def reset(self, acc: cute.Tensor, state: Softmax):
-        for u in cutlass.range_constexpr(self.units):
+        for u in cutlass.range_constexpr(self.blocks):
             for i in cutlass.range_constexpr(self.row_blocks * 4):
                 acc[u * self.row_blocks * 4 + i] = Float32(0.0)
         for i in cutlass.range_constexpr(2 * self.row_blocks):
@@ -116,6 +117,10 @@ class ConsumerLane:
             Int32(int(NamedBarrier.CONSUMERS)), Int32(WARPGROUP_THREADS), condition
         )
 
+    def tile_in_ring(self, slot: Int32, operand: int) -> Int32:
+        """Of K (0) or V (1) of a slot: its number among the ring's tiles."""
+        return 2 * slot + operand if self.config.paired else slot
+
     @cute.jit
     def release(self, slot: Int32):
         """Hand a slot back to the producer.
@@ -126,5 +131,8 @@ class ConsumerLane:
         """
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        if self.lane == 0:
+        if const_expr(self.config.release_arrivals == WARPGROUP_THREADS):
             cute.arch.mbarrier_arrive(self.ring.empty + slot)
+        else:
+            if self.lane == 0:
+                cute.arch.mbarrier_arrive(self.ring.empty + slot)
