@@ -30,6 +30,22 @@ def e2m1x8_to_e4m3x8(word: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def e2m1x8_to_f16x8(word: Int32, *, loc=None, ip=None):
+    """Eight E2M1 codes -> four f16x2 of codes (i, i + 4), i = 0 .. 3, worth 2^-14 of the codes.
+
+    Exact: sign, exponent and mantissa go where fp16 has its sign, its low exponent bits and its top
+    mantissa bit (subnormals included).
+    """
+    ptx = (
+        "{ .reg .b32 b, x, y, z, o, e; and.b32 b, $4, 0x88888888; shr.u32 x, $4, 3;"
+        " shl.b32 y, $4, 1; shl.b32 z, b, 4; lop3.b32 o, x, b, 0x0E0E0E0E, 0xE4;"
+        " lop3.b32 e, y, z, 0x0E0E0E0E, 0xE4; prmt.b32 $0, e, 0, 0x2404;"
+        " prmt.b32 $1, o, 0, 0x2404; and.b32 $2, e, 0xFF00FF00; and.b32 $3, o, 0xFF00FF00; }"
+    )
+    return _asm([Int32] * 4, [word], ptx, "=r,=r,=r,=r,r", False, loc, ip)
+
+
+@dsl_user_op
 def e4m3x2_to_f16x2(word: Int32, *, loc=None, ip=None):
     """The two low bytes. Exact; NaN stays NaN."""
     ptx = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, l; }"
@@ -66,6 +82,15 @@ def permute_bytes(x: Int32, y: Int32, selector: Int32, *, loc=None, ip=None):
     return _asm([Int32], [x, y, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", False, loc, ip)
 
 
+# ---- global memory -------------------------------------------------------------------------
+
+
+@dsl_user_op
+def ld_global_u8(address: Int64, *, loc=None, ip=None):
+    """In program order, but without a memory clobber: several of these may be in flight."""
+    return _asm([Int32], [address], "ld.global.u8 $0, [$1];", "=r,l", True, loc, ip)
+
+
 # ---- shared memory -------------------------------------------------------------------------
 
 
@@ -92,9 +117,21 @@ def copy_async_or_zero(
 
 
 @dsl_user_op
+def copy_bulk(shared: Int32, source: Int64, size: int, barrier: Int32, *, loc=None, ip=None):
+    """Begin to copy ``size`` bytes to shared memory, by one thread; they count as transactions of
+    an mbarrier. Size and addresses are multiples of 16."""
+    ptx = (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        f" [$0], [$1], {size}, [$2];"
+    )
+    _asm([], [shared, source, barrier], ptx, "r,l,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def arrive_after_copies(barrier: Int32, *, loc=None, ip=None):
-    """Arrive at an mbarrier, which counts on it, when this thread's copies so far are complete."""
-    ptx = "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];"
+    """One more arrival for the mbarrier's current phase to wait for, which comes when this thread's
+    copies so far are complete."""
+    ptx = "cp.async.mbarrier.arrive.shared.b64 [$0];"
     _asm([], [barrier], ptx, "r,~{memory}", True, loc, ip)
 
 

@@ -6,10 +6,11 @@ beside the kernels (each kernel's ``config.py``); nothing here needs a GPU, the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.attention.decode_sm90 import config as decode_sm90
 from cute_kernels.attention.prefill_sm90 import config as prefill_sm90
+from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from cute_kernels.formats import KV_CACHE_DTYPES
 from cute_kernels.indexer import config as indexer
 from cute_kernels.indexer.formats import HEAD_MULTIPLE, INDEXER_FORMATS
@@ -49,6 +50,8 @@ class KernelContract:
     kv_layouts: token and head order of a page ("NHD", "HND"), or K and V side by side in one row of
         2 * D elements ("interleaved"); all by strides.
     features: see ``FEATURES``.
+    least_rows: (head size, packed rows) pairs: sequences of fewer rows are left to another kernel,
+        however many passes it takes. Empty: as soon as the other takes more than one.
     """
 
     name: str
@@ -64,6 +67,7 @@ class KernelContract:
     rows_per_pass: tuple[tuple[int, int], ...]
     kv_layouts: tuple[str, ...]
     features: tuple[str, ...]
+    least_rows: tuple[tuple[int, int], ...] = ()
 
     def max_packed_rows(self, head_size: int) -> int:
         """Query rows (GQA group x query tokens) that one pass over K and V serves.
@@ -119,6 +123,7 @@ def contracts() -> tuple[KernelContract, ...]:
         _decode_sm90("decode_sm90_16_bits", decode_sm90.Q_DTYPES),
         _prefill_sm90("prefill_sm90", [each for each in prefill if each.converts]),
         _prefill_sm90("prefill_sm90_16_bits", [each for each in prefill if not each.converts]),
+        _prefill_sm90_widened(),
     )
 
 
@@ -161,6 +166,27 @@ def _prefill_sm90(name: str, variants: list[prefill_sm90.PrefillConfig]) -> Kern
     )
 
 
+def _prefill_sm90_widened() -> KernelContract:
+    """The 16-bit kernel on fp16 copies of an nvfp4 cache. (Copies of an FP8 cache are a detail of
+    `prefill_sm90`, which takes the same calls without.)"""
+    name, storage = "prefill_sm90_widened", "nvfp4"
+    sizes = widen_sm90.head_sizes(storage)
+    variants = [
+        prefill_sm90.widened_config(size, q_dtype)
+        for size in sizes
+        for q_dtype in decode_sm90.Q_DTYPES
+    ]
+    return replace(
+        _prefill_sm90(name, variants),
+        kv_cache_formats=(storage,),
+        cache_in_q_dtype=False,
+        page_sizes=PageSizes((), min(decode_sm90.BOX_TOKENS)),
+        # The copies' room for each sequence, and so the way, follows from the batch.
+        features=_SM90_FEATURES,
+        least_rows=tuple((size, widen_sm90.MIN_ROWS[storage][size]) for size in sizes),
+    )
+
+
 def support_table_markdown() -> str:
     """The README's support table: one column a kernel."""
     rows: dict[str, list[str]] = {}
@@ -176,9 +202,6 @@ def support_table_markdown() -> str:
 
 
 def _column(contract: KernelContract) -> dict[str, str]:
-    by_rows: dict[int, list[int]] = {}
-    for head_size, rows in contract.rows_per_pass:
-        by_rows.setdefault(rows, []).append(head_size)
     return {
         "kernel": f"`{contract.name}`",
         "compiled for": _code(contract.architectures),
@@ -192,11 +215,20 @@ def _column(contract: KernelContract) -> dict[str, str]:
             "loads"
         ),
         "page layout": f"{_listed(contract.kv_layouts)}, by strides",
-        "query rows per pass over K and V (GQA group x query tokens)": "; ".join(
-            f"{rows} at head size {_listed(sizes)}" for rows, sizes in by_rows.items()
+        "query rows per pass over K and V (GQA group x query tokens)": _by_rows(
+            contract.rows_per_pass
         ),
+        "fewest rows of its sequences": _by_rows(contract.least_rows),
         "features": _listed([FEATURES[name] for name in contract.features]),
     }
+
+
+def _by_rows(pairs: tuple[tuple[int, int], ...]) -> str:
+    """(head size, rows) pairs in words."""
+    sizes: dict[int, list[int]] = {}
+    for head_size, rows in pairs:
+        sizes.setdefault(rows, []).append(head_size)
+    return "; ".join(f"{rows} at head size {_listed(each)}" for rows, each in sizes.items())
 
 
 def _code(names: tuple[str, ...]) -> str:

@@ -37,9 +37,11 @@ def select_kernels(config: AttentionConfig) -> tuple[KernelContract, ...]:
     """The kernels that share the calls of this configuration, fewest rows per pass first.
 
     A sequence is served by the first whose pass over K and V holds its rows (GQA group x query
-    tokens), by the last where none does. Of kernels with equal passes the first declared is named.
-    On the device one thing is different: a call with too few rows to fill the GPU is served whole
-    by a kernel that splits keys, if there is one among them.
+    tokens), by the last where none does; but by no kernel that is chosen for more rows only
+    (`least_rows`). Of kernels with equal passes the first declared is named.
+    On the device two things are different: a call with too few rows to fill the GPU is served whole
+    by a kernel that splits keys, if there is one among them, and so is one whose copies of keys
+    would need too much memory.
 
     Raises:
         NotImplementedError: with the reason of `can_run`.
@@ -64,8 +66,17 @@ def select_kernel(config: AttentionConfig, query_tokens: int = 1) -> KernelContr
     if query_tokens < 1:
         raise ValueError(f"query_tokens: got {query_tokens}; accepted: >= 1")
     kernels, rows = select_kernels(config), config.group * query_tokens
-    fitting = (each for each in kernels if rows <= each.max_packed_rows(config.head_size))
-    return next(fitting, kernels[-1])
+    limits = zip(kernels[:-1], _most_rows(config, kernels), strict=True)
+    return next((kernel for kernel, most in limits if rows <= most), kernels[-1])
+
+
+def _most_rows(config: AttentionConfig, kernels: tuple[KernelContract, ...]) -> list[int]:
+    """Of all kernels but the last: the most packed rows of a sequence that it serves."""
+    most = []
+    for kernel, following in zip(kernels[:-1], kernels[1:], strict=True):
+        least = dict(following.least_rows).get(config.head_size)
+        most.append(kernel.max_packed_rows(config.head_size) if least is None else least - 1)
+    return most
 
 
 def decode_caveat(config: AttentionConfig) -> str | None:
@@ -202,8 +213,8 @@ def _shares(config: AttentionConfig) -> str:
     """Which kernel serves which sequences, in words."""
     kernels = select_kernels(config)
     shares, first = [], 1
-    for kernel in kernels[:-1]:
-        most = kernel.max_packed_rows(config.head_size) // config.group
+    for kernel, rows in zip(kernels[:-1], _most_rows(config, kernels), strict=True):
+        most = rows // config.group
         if most >= first:
             shares.append(f"{kernel.name} serves sequences of up to {most} query tokens")
             first = most + 1

@@ -1,4 +1,4 @@
-"""Prefill attention over a paged FP8 KV cache: ours and the Triton baseline.
+"""Prefill attention over a paged FP8 or NVFP4 KV cache: ours and the Triton baseline.
 
     python -m perf.bench_prefill                    every case, table on the terminal
     python -m perf.bench_prefill --cases D512 --json results.json
@@ -61,6 +61,9 @@ CASES = (
     PrefillCase(1, 8192, 64, 8, 128, q_len=8192),
     PrefillCase(1, 32768, 64, 8, 128, q_len=512),
     PrefillCase(1, 8192, 64, 8, 64, q_len=8192),
+    PrefillCase(1, 8192, 32, 16, 256, q_len=8192, kv_cache_dtype="nvfp4"),
+    PrefillCase(1, 8192, 64, 8, 128, q_len=8192, kv_cache_dtype="nvfp4"),
+    PrefillCase(1, 32768, 64, 8, 128, q_len=512, kv_cache_dtype="nvfp4"),
 )
 
 
@@ -118,7 +121,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     Console(width=118).print(table)
 
 
-@click.command(help="Time prefill attention over a paged FP8 KV cache: ours and Triton.")
+@click.command(help="Time prefill attention over a paged FP8 or NVFP4 KV cache: ours and Triton.")
 @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1))

@@ -17,6 +17,7 @@ from cute_kernels.attention.decode_sm90 import config
 from cute_kernels.attention.decode_sm90 import op as decode_op
 from cute_kernels.attention.prefill_sm90 import config as prefill_config
 from cute_kernels.attention.prefill_sm90 import op as prefill_op
+from cute_kernels.attention.widen_sm90 import config as widen_config
 from cute_kernels.formats import STORAGE_FORMATS
 from cute_kernels.registry import (
     FEATURES,
@@ -27,7 +28,7 @@ from cute_kernels.registry import (
 )
 from tests.cases import AttentionCase, make_inputs
 
-DECODE_SM90, DECODE_16_BITS, PREFILL_SM90, PREFILL_16_BITS = contracts()
+DECODE_SM90, DECODE_16_BITS, PREFILL_SM90, PREFILL_16_BITS, PREFILL_WIDENED = contracts()
 OPS = {
     "decode_sm90": decode_op,
     "decode_sm90_16_bits": decode_op,
@@ -104,11 +105,12 @@ def test_every_variant_of_the_prefill_kernel_is_in_one_contract_and_the_reverse(
     }
     assert promised == table and len(table) == 2 * 4 + 2 * 4
     assert PREFILL_16_BITS.head_sizes == (64, 128, 256, 512)
-    assert [contract.cache_in_q_dtype for contract in contracts()] == [False, True] * 2
+    assert [each.cache_in_q_dtype for each in contracts()] == [False, True] * 2 + [False]
     assert {contract.kv_cache_formats for contract in contracts()} == {
         ("fp8_e4m3", "nvfp4"),
         ("fp8_e4m3",),
         ("bf16", "fp16"),
+        ("nvfp4",),
     }
     with pytest.raises(ValueError, match="^head_size: got 96; prefill_sm90_16_bits has "):
         PREFILL_16_BITS.max_packed_rows(96)
@@ -159,7 +161,9 @@ def cache_for(contract, q_dtype: str = "bf16") -> dict[str, object]:
     return {"q_dtype": Q_DTYPES[q_dtype], "kv_dtype": Q_DTYPES[q_dtype], "scale_kind": "none"}
 
 
-each_contract = pytest.mark.parametrize("contract", contracts(), ids=lambda each: each.name)
+# That of copies takes no call by itself: it takes long sequences off the decode kernel's.
+OF_CALLS = (DECODE_SM90, PREFILL_SM90, PREFILL_16_BITS)
+each_contract = pytest.mark.parametrize("contract", OF_CALLS, ids=lambda each: each.name)
 
 
 @each_contract
@@ -222,16 +226,33 @@ def test_caches_are_read_by_the_kernels_of_their_format(monkeypatch):
             validate(**make_inputs(case_of(128, 64, **mixed)))
 
 
+def test_the_kernel_that_reads_copies_of_nvfp4():
+    contract, variants = PREFILL_WIDENED, widen_config.support_table()
+    sizes = {each.head_size for each in variants if each.kv_format == "nvfp4"}
+    assert set(contract.head_sizes) == sizes <= set(DECODE_SM90.head_sizes)
+    assert contract.kv_cache_formats == ("nvfp4",) and contract.q_dtypes == DECODE_SM90.q_dtypes
+    copies = [each for each in prefill_config.support_table() if each.reads_copies]
+    assert {each.head_size for each in copies} >= sizes
+    for head_size, rows in contract.least_rows:
+        assert rows == widen_config.min_rows("nvfp4", head_size)
+        assert rows > DECODE_SM90.max_packed_rows(head_size)
+    assert not {"batch_invariant", "split_keys"} & set(contract.features)
+
+
 def test_support_table():
     lines = support_table_markdown().splitlines()
-    cells = [line.strip("| ").split(" | ") for line in lines if not line.startswith("|---")]
+    cells = [line[2:-2].split(" | ") for line in lines if not line.startswith("|---")]
     assert {len(line) for line in cells} == {1 + len(contracts())}
     table = {title: columns for title, *columns in cells}
     assert table["kernel"] == [f"`{contract.name}`" for contract in contracts()]
-    assert table["head size"] == ["64, 128, 256, 512"] * 4
+    assert table["head size"] == ["64, 128, 256, 512"] * 4 + ["64, 128, 256"]
     as_queries = "`bf16`, `fp16`, as the queries"
-    assert table["KV cache"] == ["`fp8_e4m3`, `nvfp4`", as_queries, "`fp8_e4m3`", as_queries]
+    formats = ["`fp8_e4m3`, `nvfp4`", as_queries, "`fp8_e4m3`", as_queries, "`nvfp4`"]
+    assert table["KV cache"] == formats
+    (*none, least) = table["fewest rows of its sequences"]
+    assert not any(none)
+    assert all(f"{rows} at head size" in least for _, rows in PREFILL_WIDENED.least_rows)
     for cell in table["page size, tokens"]:
         assert cell.startswith("multiples of 16; 64 preferred")
     ends = [cell.rpartition(", ")[2] for cell in table["features"]]
-    assert ends == ["keys split over CTAs"] * 2 + ["bits independent of the batch"] * 2
+    assert ends[:-1] == ["keys split over CTAs"] * 2 + ["bits independent of the batch"] * 2

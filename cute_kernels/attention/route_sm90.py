@@ -46,7 +46,7 @@ class Route(NamedTuple):
     """Sequences of at most ``rows`` packed rows go to the decode kernel, the others to prefill.
 
     decode, prefill: the kernel may have work, so it is launched. capacity: not 0 where prefill
-    reads a 16-bit copy of the keys: the tokens that the copy has room for, of each sequence.
+    reads a 16-bit copy of the keys: the tokens that the copy has room for, of each copied sequence.
     """
 
     decode: bool
@@ -57,41 +57,59 @@ class Route(NamedTuple):
 
 def route(bounds: Bounds, sm_count: int) -> Route:
     """Choose from bounds alone: a captured graph serves any lengths within them."""
-    if not _prefill_reads(bounds.kv_format, bounds.head_size):
-        # Only the decode kernel does, many rows in chunks.
-        return Route(True, False, UNLIMITED)
+    if bounds.kv_format == "nvfp4":
+        return _route_nvfp4(bounds, sm_count)
     if bounds.deterministic:
         # The decode kernel's splits follow the whole batch, a prefill item is one sequence's.
         return Route(False, True, 0)
     most = decode_rows(bounds.head_size)
-    rows_of_item = rows_of(bounds.head_size, bounds.kv_format)
-    items = -(-bounds.total_q * bounds.group // rows_of_item) * bounds.kv_heads
-    if bounds.max_seqlen_q * bounds.group <= most or items < sm_count * _MIN_ITEMS_PER_SM:
+    if bounds.max_seqlen_q * bounds.group <= most or _few_items(bounds, sm_count):
         return Route(True, False, UNLIMITED)
+    return _shared(bounds, most)
+
+
+def _route_nvfp4(bounds: Bounds, sm_count: int) -> Route:
+    """Prefill reads copies only: what is too short or too large for them is decode's, in chunks of
+    rows."""
+    least = widen_sm90.min_rows(bounds.kv_format, bounds.head_size)
+    if least is not None and not bounds.deterministic and not _few_items(bounds, sm_count):
+        chosen = _shared(bounds, least - 1)
+        if chosen.capacity:
+            return chosen
+    return Route(True, False, UNLIMITED)
+
+
+def _few_items(bounds: Bounds, sm_count: int) -> bool:
+    """Whether the call has too few items for the prefill kernel, see ``_MIN_ITEMS_PER_SM``."""
+    read = "fp16" if bounds.kv_format == "nvfp4" else bounds.kv_format
+    rows = rows_of(bounds.head_size, read)
+    items = -(-bounds.total_q * bounds.group // rows) * bounds.kv_heads
+    return items < sm_count * _MIN_ITEMS_PER_SM
+
+
+def _shared(bounds: Bounds, most: int) -> Route:
+    """Sequences of at most ``most`` packed rows for decode, the others for prefill; all for prefill
+    where all are of the largest length."""
     all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
-    return Route(not all_long, True, 0 if all_long else most, _capacity(bounds))
+    rows = 0 if all_long else most
+    return Route(not all_long, True, rows, _capacity(bounds, rows))
 
 
-def _prefill_reads(kv_format: str, head_size: int) -> bool:
-    return kv_format != "nvfp4" and head_size in head_sizes(kv_format)
-
-
-def _capacity(bounds: Bounds) -> int:
+def _capacity(bounds: Bounds, skip_rows: int) -> int:
     """See ``Route``. Bits would depend on the batch, so deterministic calls have none."""
-    if bounds.kv_format != "fp8_e4m3":
-        return 0
     tokens = -(-bounds.keys // widen_sm90.BLOCK_TOKENS) * widen_sm90.BLOCK_TOKENS
-    size = 4 * bounds.batch * tokens * bounds.kv_heads * bounds.head_size
+    copies = widen_sm90.most_copies(bounds.batch, bounds.total_q * bounds.group, skip_rows)
+    size = 4 * copies * tokens * bounds.kv_heads * bounds.head_size
     rows = bounds.max_seqlen_q * bounds.group
-    least = widen_sm90.MIN_ROWS.get(bounds.head_size)
+    least = widen_sm90.min_rows(bounds.kv_format, bounds.head_size)
     wanted = least is not None and rows >= least
     return tokens if wanted and size <= _MAX_WIDENED_BYTES else 0
 
 
 def can_run(problem: AttentionProblem) -> str | None:
     """Why no SM90 kernel can serve this problem, or None; reads shapes and strides only."""
-    if not _prefill_reads(problem.kv_format, problem.q.shape[2]):
-        return decode_sm90.can_run(problem)
+    if problem.kv_format == "nvfp4":
+        return decode_sm90.can_run(problem) or prefill_sm90.cannot_count(problem)
     if problem.deterministic:
         return prefill_sm90.can_run(problem)
     return decode_sm90.can_run(problem) or prefill_sm90.can_run(problem)

@@ -161,13 +161,16 @@ def _sm90_boxes(workload: AttentionWorkload) -> list[int]:
 
 
 def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
-    """One variant a box, where the calls are deterministic or a sequence may have more rows than
-    decode takes."""
+    """One variant a box; for FP8 where the calls are deterministic, or a sequence may have more
+    rows than decode takes. Of nvfp4 only what reads widened keys."""
     if not isinstance(workload, AttentionWorkload) or workload.q_dtype not in decode_sm90.Q_DTYPES:
         return []
     storage, head_size = get_kv_cache_dtype(workload.kv_cache_dtype).storage, workload.head_size
+    widened = [
+        prefill_sm90.widened_config(head_size, workload.q_dtype) for _ in _widen_sm90(workload)
+    ]
     if storage not in ("fp8_e4m3", workload.q_dtype):
-        return []
+        return widened
     if head_size not in prefill_sm90.head_sizes(storage):
         return []
     rows = workload.group * workload.max_query_tokens
@@ -177,22 +180,19 @@ def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
         prefill_sm90.make_config(head_size, workload.q_dtype, box, storage)
         for box in _sm90_boxes(workload)
     ]
-    if _widen_sm90(workload):
-        needed.append(prefill_sm90.widened_config(head_size, workload.q_dtype))
-    return needed
+    return needed + widened
 
 
 def _widen_sm90(workload: Workload) -> list[widen_sm90.WidenConfig]:
-    """Where a sequence of an FP8 cache may have so many query tokens."""
+    """Where a sequence of an FP8 or nvfp4 cache may have so many query tokens."""
     if not isinstance(workload, AttentionWorkload) or workload.deterministic:
         return []
     storage, head_size = get_kv_cache_dtype(workload.kv_cache_dtype).storage, workload.head_size
-    if storage != "fp8_e4m3" or head_size not in widen_sm90.HEAD_SIZES:
+    least = widen_sm90.min_rows(storage, head_size)
+    if least is None or workload.q_dtype not in decode_sm90.Q_DTYPES:
         return []
-    if workload.q_dtype not in decode_sm90.Q_DTYPES:
-        return []
-    rows, least = workload.group * workload.max_query_tokens, widen_sm90.MIN_ROWS
-    return [widen_sm90.WidenConfig(head_size)] if rows >= least[head_size] else []
+    wanted = workload.group * workload.max_query_tokens >= least
+    return [widen_sm90.WidenConfig(head_size, storage)] if wanted else []
 
 
 def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:

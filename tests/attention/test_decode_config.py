@@ -107,7 +107,8 @@ def test_shared_memory_holds_the_resident_ctas(config):
 def test_the_ring_keeps_the_memory_busy(config):
     """A step holds the K and V of its tiles; an SM has four tiles (of 64 KiB, what 16 bits at head
     size 512 make, two) and 128 KiB in flight."""
-    assert config.stages >= 2 * config.step_tiles
+    slots = config.step_tiles * (1 if config.paired else 2)
+    assert config.stages >= slots
     assert config.ctas_per_sm * config.stages >= min(4, 131072 // config.stage_bytes)
     in_flight = config.ctas_per_sm * config.stages * config.stage_bytes
     # Where Q takes the memory, nvfp4 has less: its conversions take longer than its loads.
@@ -129,7 +130,7 @@ def test_registers(config):
     warps = -(-config.threads // 32 * config.ctas_per_sm // 4)
     share = min(255, 16384 // warps // 32 // 8 * 8)
     # An estimate of what is alive at once: the output accumulators and the scores of a step.
-    accumulators = config.rows * config.head_size // 128
+    accumulators = config.rows * config.head_size // (32 if config.warps_apart else 128)
     scores = config.step_tiles * config.rows // 2
     if config.consumer_registers:
         assert config.threads == 256

@@ -20,6 +20,7 @@ from cute_kernels.prepared import PreparedCalls
 from tests.attention.helpers import Inputs, attend, check, exact
 from tests.cases import FP8, AttentionCase, make_inputs, with_cache
 from tests.compare import assert_bit_equal, assert_lse_close, assert_output_close
+from tests.nvfp4_cases import make_nvfp4_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -142,7 +143,7 @@ def widened(monkeypatch):
     monkeypatch.setattr(interface, "PREPARED", prepared.PREPARED)
 
 
-@pytest.mark.parametrize("head_size", widen_sm90.HEAD_SIZES)
+@pytest.mark.parametrize("head_size", widen_sm90.head_sizes("fp8_e4m3"))
 @pytest.mark.parametrize("case", [*CASES, MIXED], ids=lambda case: case.id)
 def test_widened_keys(case, head_size, widened):
     case = replace(case, head_size=head_size)
@@ -150,6 +151,36 @@ def test_widened_keys(case, head_size, widened):
     clean, clean_lse = attend(make_inputs(case, "cuda", fill="zero"))
     assert_bit_equal(clean, out, "out, unused memory zero")
     assert_bit_equal(clean_lse, lse, "LSE, unused memory zero")
+
+
+NVFP4_CASES = [
+    case
+    for case in [*CASES, MIXED]
+    if case.id in ("one", "tiny", "varlen", "q-longer-than-kv", "non-causal", "window-both", "all",
+                   "group-3", "HND", "interleaved", "page-16", "page-192", "fp16", "ragged-window",
+                   "long", "mixed")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head_size", widen_sm90.head_sizes("nvfp4"))
+@pytest.mark.parametrize("case", NVFP4_CASES, ids=lambda case: case.id)
+def test_widened_nvfp4_keys(case, head_size, widened):
+    """Scales of unused slots are NaN in the first call, zero in the second: the same bits."""
+    inputs = make_nvfp4_inputs(replace(case, head_size=head_size), "cuda")
+    out, lse = check(inputs)
+    for name in ("k_block_scale", "v_block_scale"):
+        scale = inputs[name].view(torch.uint8)
+        scale[(scale & 0x7F) == 0x7F] = 0
+    clean, clean_lse = attend(inputs)
+    assert_bit_equal(clean, out, "out, unused scales zero")
+    assert_bit_equal(clean_lse, lse, "LSE, unused scales zero")
+
+
+@pytest.mark.parametrize("head_size", widen_sm90.head_sizes("nvfp4"))
+def test_the_route_of_long_queries_over_nvfp4(head_size):
+    """Long sequences read copies, short ones the cache; again and at other addresses."""
+    for seed in (0, 1):
+        check(make_nvfp4_inputs(replace(MIXED, head_size=head_size, seed=seed), "cuda"))
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)

@@ -17,7 +17,6 @@ from cute_kernels.arch import DeviceArch
 from cute_kernels.attention import route_sm90
 from cute_kernels.attention.arguments import validate
 from cute_kernels.attention.common import launches
-from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90.config import HEAD_SIZES, SMEM_BYTES_PER_CTA, row_buckets
 from cute_kernels.attention.prefill_sm90 import op
 from cute_kernels.attention.prefill_sm90.config import (
@@ -170,16 +169,6 @@ def test_a_head_size_that_prefill_has_not_is_the_decode_kernels(monkeypatch):
         assert chosen == Route(True, False, UNLIMITED)
 
 
-def test_nvfp4_is_read_by_the_decode_kernel_alone():
-    for fields in ({}, {"batch": 5}, {"max_seqlen_q": 1}, {"deterministic": True}):
-        assert route(bounds_of(kv_format="nvfp4", **fields), SM_COUNT) == (
-            True,
-            False,
-            UNLIMITED,
-            0,
-        )
-
-
 def problem_of(**fields: Any) -> Any:
     case = AttentionCase(id="route", kv_lens=(70, 300), q_lens=(3, 200), **fields)
     return validate(**make_inputs(case))
@@ -270,7 +259,7 @@ def test_launch_arguments_of_a_call_with_widened_keys(monkeypatch):
     assert sizes[5:] == (k.shape[0], 64, inputs["block_table"].shape[1], 1, 1)
     size = 2 * 2 * 320 * 128 * 2  # batch, heads, tokens, elements, bytes
     at = target[0]
-    assert target == (at, at + size, at + 2 * size, at + 2 * size + 8, 320, 50, 64)
+    assert target == (at, at + size, at + 2 * size, at + 2 * size + 8, 320, 50, 64, 2)
     name, offsets, addresses, strides, sizes, scalars = attention
     assert name == "prefill_sm90_fp16_d128_r128_bf16_box64" and offsets is inputs["cu_seqlens_q"]
     assert addresses[0] == inputs["q"].data_ptr() and addresses[1:3] == target[:2]

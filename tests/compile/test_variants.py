@@ -98,7 +98,7 @@ def test_instructions(report, config):
 def test_a_slot_is_handed_back_behind_a_fence(report, config):
     """Without it the arrival is issued right behind the loads, and TMA may overtake them."""
     variant = compiled(report, config)
-    assert variant["arrivals"] == 2 * config.step_tiles
+    assert variant["arrivals"] == config.step_tiles * (1 if config.paired else 2)
     assert variant["unfenced"] == 0
 
 

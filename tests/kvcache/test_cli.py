@@ -58,7 +58,9 @@ def test_a_model_is_served_from_nvfp4():
     done = explain("gemma-4-defaults", "--arch", "sm_90a", "--kv-cache-dtype", "nvfp4")
     assert done.exit_code == 0, done.output
     assert rows(done.output) == {
-        "sliding_attention": ["25", "512", "8/4", "256", *["decode_sm90"] * 2, "64", "1152"],
+        "sliding_attention": [
+            *("25", "512", "8/4", "256", "decode_sm90", "prefill_sm90_widened", "64", "1152")
+        ],
         "full_attention": ["5", "8/4", "512", *["decode_sm90"] * 2, "64", "2304"],
     }
 

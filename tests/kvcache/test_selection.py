@@ -140,6 +140,7 @@ def test_there_is_no_nearest_dtype_where_none_works():
     reason = selection.can_run(config(**swizzled, head_size=96))
     kernels = "decode_sm90, decode_sm90_16_bits, prefill_sm90, prefill_sm90_16_bits"
     assert f"{kernels}: head size 96, the kernel has 64, 128, 256 or 512; " in reason
+    assert "prefill_sm90_widened: head size 96, the kernel has 64, 128 or 256" in reason
     # What stands in the way of some of them only, is not.
     assert "head size" not in selection.can_run(config(**swizzled, head_size=512))
     assert selection.nearest_kv_cache_dtype(config(head_size=96)) is None

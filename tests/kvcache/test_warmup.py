@@ -143,11 +143,11 @@ def units_of_a_step(bounds: Bounds):
         configs.append((store.kernel_name("sm_90a"), stored))
         if bounds.total_q > store.SCANNED_TOKENS:
             configs.append(("store_claim", store.ClaimConfig()))
-    if chosen.prefill:
+    if chosen.prefill and storage != "nvfp4":
         made = prefill_sm90.make_config(head_size, "bf16", 64, storage)
         configs.append(("prefill_sm90", made))
     if chosen.capacity:
-        configs.append(("widen_sm90", widen_sm90.WidenConfig(head_size)))
+        configs.append(("widen_sm90", widen_sm90.WidenConfig(head_size, storage)))
         configs.append(("prefill_sm90", prefill_sm90.widened_config(head_size, "bf16")))
     if chosen.decode:
         packed = min(bounds.max_seqlen_q * bounds.group, chosen.rows)

@@ -190,7 +190,6 @@ def test_a_layer_without_keys_and_without_a_cache_to_read_is_caught_by_name():
         ({"chunk_lookback": 1}, "chunk_lookback: not implemented"),
         ({"head_size": 96}, "head size 96, the kernel has 64, 128, 256 or 512"),
         ({"kv_cache_dtype": "auto"}, "'auto': the store is missing"),
-        ({"kv_cache_dtype": "nvfp4"}, "'nvfp4': this backend's layers have no blocks for nvfp4"),
     ),
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )

@@ -21,6 +21,7 @@ from kvcache.integrations.vllm.dtypes import config_of_spec
 from tests.vllm.helpers import layer, pretend_device, vllm_config
 
 HOPPER, BLACKWELL = DeviceCapability(9, 0), DeviceCapability(10, 0)
+NVFP4 = ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
 ASKED = {
     "head_size": 512,
     "dtype": torch.bfloat16,
@@ -50,7 +51,7 @@ def spec(head_size: int, kv_heads: int, block_size: int = 64, **fields):
 
 @pytest.mark.parametrize("head_size", (64, 128, 256, 512))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("kv_cache_dtype", ("fp8", "fp8_e4m3"))
+@pytest.mark.parametrize("kv_cache_dtype", ("fp8", "fp8_e4m3", *NVFP4))
 def test_what_the_contract_has_is_valid(head_size, dtype, kv_cache_dtype):
     given = {"head_size": head_size, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     assert reasons(**given) == []
@@ -73,9 +74,10 @@ def test_what_the_contract_has_is_valid(head_size, dtype, kv_cache_dtype):
             )
             for name in (None, "auto", "bfloat16")
         ),
+        ({"kv_cache_dtype": "nvfp4_ds_mla"}, ("kv_cache_dtype not supported",)),
         (
-            {"kv_cache_dtype": "nvfp4_mse"},
-            ("kv_cache_dtype not supported", "have no blocks for nvfp4", "that works is 'fp8'"),
+            {"kv_cache_dtype": "nvfp4_mse", "device_capability": BLACKWELL},
+            ("compute capability not", "'nvfp4_mse' on sm_100: the reader is missing"),
         ),
         ({"block_size": 16}, ("block_size not supported", "accepted: multiples of 64")),
         ({"block_size": 528}, ("block_size not supported", "accepted: multiples of 64")),
@@ -110,7 +112,7 @@ def test_a_reason_for_every_kv_cache_dtype_of_vllm_that_we_do_not_read():
     from vllm.config.cache import KV_CACHE_DTYPES
 
     ours = set(CuteAttentionBackend.supported_kv_cache_dtypes)
-    assert ours == {"fp8", "fp8_e4m3"}
+    assert ours == {"fp8", "fp8_e4m3", *NVFP4}
     for name in KV_CACHE_DTYPES:
         assert bool(reasons(kv_cache_dtype=name)) == (name not in ours), name
 

@@ -45,6 +45,7 @@ def give_model(monkeypatch, builder, dtype: torch.dtype) -> None:
         compilation_config=layers,
         parallel_config=None,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        cache_config=builder.vllm_config.cache_config,
     )
     monkeypatch.setattr(builder, "vllm_config", found)
 

@@ -69,7 +69,7 @@ class WidenedLaunch(KernelLaunch):
     attention: KernelLaunch
     copy_bytes: int
     batch: int
-    target: tuple[int, int, int]
+    target: tuple[int, int, int, int]
 
     def _go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
         stream = current_stream(self.device.index)

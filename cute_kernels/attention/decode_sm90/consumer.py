@@ -25,7 +25,7 @@ from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
 from cute_kernels.attention.decode_sm90.fixup import Fixup
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
-from cute_kernels.attention.decode_sm90.tile_math import TileMath
+from cute_kernels.attention.decode_sm90.warps_apart import WarpsApart
 
 
 class Position(NamedTuple):
@@ -51,7 +51,7 @@ class View(NamedTuple):
     high: Int32
 
 
-class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
+class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
     @cute.jit
     def publish_visible(self, seq: Sequence, chunk: Chunk):
         """Table of the key range each row sees; rows past the chunk see nothing."""
@@ -102,11 +102,21 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                 rS[i] = Float32(dsl.NEG_INF)
 
     @cute.jit
-    def prepare_values(self, tile: TileOfStep, which: cutlass.Constexpr):
+    def prepare_values(self, tile: TileOfStep, which: cutlass.Constexpr, seq: Sequence, low: Int32):
         """What a block-scaled cache's V needs before the softmax, whose latency it fills."""
         if tile.live != 0:
-            cute.arch.mbarrier_wait(self.ring.full + tile.v.slot, tile.v.phase)
-            self.kv.prepare_values(tile.v.slot, which)
+            if const_expr(not self.config.paired):
+                cute.arch.mbarrier_wait(self.ring.full + tile.v.slot, tile.v.phase)
+            kept = [Int32(-1), Int32(-1)]
+            first_token = tile.index * TILE_TOKENS
+            if (first_token < low) | (first_token + TILE_TOKENS > seq.used):
+                for z in cutlass.range_constexpr(2):
+                    token = first_token + self.kv.first_token() + z
+                    if (token < low) | (token >= seq.used):
+                        kept[z] = Int32(0)
+                # Keeps the block a branch: it would be issued for every tile, predicated off.
+                cute.arch.sync_warp()
+            self.kv.prepare_values(self.tile_in_ring(tile.v.slot, 1), which, kept)
 
     @cute.jit
     def add_values(
@@ -183,7 +193,7 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                 tiles = []
                 for i in cutlass.range_constexpr(config.step_tiles):
                     k_at = Position(slot, phase)
-                    v_at = self.after(k_at)
+                    v_at = k_at if const_expr(config.paired) else self.after(k_at)
                     # the last step may have one tile less
                     live = Int32(1)
                     if const_expr(i > 0):
@@ -196,18 +206,27 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                     for i in cutlass.range_constexpr(config.step_tiles):
                         if tiles[i].live != 0:
                             self.discard(tiles[i].k)
-                            self.discard(tiles[i].v)
+                            if const_expr(not config.paired):
+                                self.discard(tiles[i].v)
                 else:
                     for i in cutlass.range_constexpr(config.step_tiles):
                         self.score_tile(scores[i], rQ, rScale, tiles[i], view)
                     if const_expr(config.block_scaled):
                         for i in cutlass.range_constexpr(config.step_tiles):
-                            self.prepare_values(tiles[i], i)
-                    self.softmax(scores, acc, state, buffer)
-                    for i in cutlass.range_constexpr(config.step_tiles):
-                        self.add_values(acc, tiles[i], i, buffer, seq, segment.low)
-                    buffer = buffer ^ 1
+                            self.prepare_values(tiles[i], i, seq, segment.low)
+                    if const_expr(config.warps_apart):
+                        operands = self.softmax_of_warp(scores, acc, state)
+                        for i in cutlass.range_constexpr(config.step_tiles):
+                            if tiles[i].live != 0:
+                                self.own_values(acc, tiles[i].v.slot, operands[i], i)
+                    else:
+                        self.softmax(scores, acc, state, buffer)
+                        for i in cutlass.range_constexpr(config.step_tiles):
+                            self.add_values(acc, tiles[i], i, buffer, seq, segment.low)
+                        buffer = buffer ^ 1
             if const_expr(not config.loader_only):
+                if const_expr(config.warps_apart):
+                    self.join_warps(acc, state)
                 self.reduce_sums(state)
                 self.kv.pair_outputs(acc, self.row_blocks)
                 if segment.count == seq.tiles:

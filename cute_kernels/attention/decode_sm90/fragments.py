@@ -49,7 +49,7 @@ class RowFragments:
     def load_key_bytes(self, slot: Int32, half: int):
         """16 bytes of each of the lane's tokens (the first, and that 8 positions further), of 64
         bytes of their rows: unit j of the ``half``-th four."""
-        base = self.k_address + slot * self.config.stage_bytes
+        base = self.k_address + slot * self.config.tile_bytes
         address = base + (half // 2) * self.layout.block_bytes
         if half % 2 == 1:
             # unit 4 + j instead of j: bit 2 of the unit, xor-ed after the swizzle
@@ -94,7 +94,7 @@ class Fp8Fragments(RowFragments):
 
     def load_values(self, slot: Int32, u: int, which: int):
         """Tokens' bytes of a 16-element unit of V, transposed: (first 32 tokens, last 32)."""
-        base = self.v_address + slot * self.config.stage_bytes
+        base = self.v_address + slot * self.config.tile_bytes
         address = base + (((self.v_unit + u) ^ self.v_swizzle) * 16)
         near = dsl.ldmatrix_x4_trans(address)
         return near, dsl.ldmatrix_x4_trans(address + self.layout.second_half)
@@ -148,7 +148,7 @@ class Fragments16Bits(RowFragments):
 
     def load_values(self, slot: Int32, u: int, which: int):
         """A of the four k-steps of block u."""
-        base = self.v_address + slot * self.config.stage_bytes
+        base = self.v_address + slot * self.config.tile_bytes
         # The two units of a block: bits 1 and 2 of the unit, xor-ed after the swizzle.
         address = (base ^ (32 * (u % 4))) + (u // 4) * self.layout.block_bytes
         return [dsl.ldmatrix_x4_trans(address + self.layout.row(16 * s)) for s in range(4)]

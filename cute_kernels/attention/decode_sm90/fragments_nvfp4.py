@@ -1,15 +1,18 @@
 """NVFP4 K and V as MMA operands: the policy of fragments.py for E2M1 codes with E4M3 block scales.
 
-SM90 has no instruction for E2M1. Eight codes become two words of E4M3 bytes (value * 2^-6) with six
-integer instructions, the bytes fp16 by the conversion that FP8 uses, and the products with the
-group's scale are exact in fp16: at most 6 * 448 / 64, multiples of 2^-16. The factor 64 is applied
-in float32, to the score scale and to the output scale. Unlike FP8, this is bound by the issue of
-instructions, so the pairs that come out are not put back into order: Q and the output follow them.
+SM90 has no instruction for E2M1. Eight codes become four fp16 pairs worth 2^-14 of their values
+with ten integer instructions, and the products with the group's scale are exact in fp16: at most
+6 * 448 / 2^14, multiples of 2^-24. The factor 2^14 is applied in float32, to the score scale and to
+the output scale. Unlike FP8, this is bound by the issue of instructions, so the pairs that come out
+are not put back into order: Q and the output follow them.
 
 *K*: a lane has a unit (16 bytes, 32 elements) of a row a load, or half a one at head size 64; of a
-word of 8 elements, k-step 0 takes the even ones and k-step 1 the odd ones. *V*: ``ldmatrix`` moves
-b16, here 4 elements of a token, so a unit makes two blocks of 16 output rows, of which a lane has
-elements 4 g .. 4 g + 3.
+word of 8 elements, k-step 0 takes elements 0, 4, 1, 5 and k-step 1 the others. *V*: ``ldmatrix``
+moves b16, here 4 elements of a token, so a unit makes two blocks of 16 output rows, of which a lane
+has elements 4 g .. 4 g + 3.
+
+Where warps are apart (config.py), a warp has all units of its 16 tokens' V instead of some units of
+all tokens'.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ class Nvfp4Fragments:
     """See the module, and ``Fp8Fragments`` for what the methods are.
 
     scale_table: shared address of (4 warps, tiles of a step, groups of a warp) entries of 128
-    bytes: for each token pair (2 j, 2 j + 1) of each 8 tokens the two V scales, as f16x2.
+    bytes: for each token pair (2 j, 2 j + 1) of each 8 tokens the two V scales, as f16x2. Where
+    warps are apart, (4 warps, tiles of a step) entries (2, 4, head_size / 32, 2) of f16x2: of group
+    2 u + i, token pair j of the warp's 8 tokens o at (i, j, u, o).
     """
 
-    magnitude = 64.0
+    magnitude = 2.0**14
     words_per_pass = 2
 
     def __init__(self, config: DecodeConfig, layout: TileLayout, lane, scale_table: Int32):
@@ -60,13 +65,39 @@ class Nvfp4Fragments:
         self.table_from = table + (g // 4) * 128 + j * 32
         if not self.whole_units:
             self.v_first = self.v_first + 2 * (warp % 2)
+        if config.warps_apart:
+            self._take_own_tokens(scale_table, ring, scales)
         self.query_stride = 32 * self.units_per_lane if self.whole_units else 16
+
+    def _take_own_tokens(self, scale_table: Int32, ring: Int32, scales: Int32):
+        """Addresses in V for a warp that has its own tokens only: octet ``lane // 8 % 2``, every
+        other unit by ``lane // 16``; of the scale table, token pair ``lane % 8``."""
+        layout, lane, warp = self.layout, self.lane.lane, self.lane.warp
+        self.own_units = self.config.head_size // 32
+        in_warp = lane % 16
+        self.own_row = ring + layout.row(16 * warp) + in_warp * layout.row_bytes
+        self.own_swizzle = layout.swizzle_of(in_warp)
+        self.own_unit = lane // 16
+        pair, quarter = lane % 8, lane // 8
+        token = 16 * warp + 2 * pair
+        self.own_scales = scales + token * self.scale_bytes + quarter * (self.scale_bytes // 4)
+        words = 16 * self.own_units
+        table = scale_table + warp * (words * 4 * self.config.step_tiles)
+        row = 8 * self.own_units
+        to = table + (pair % 4) * row + (pair // 4) * 4
+        if self.own_units == 2:
+            to = to + (quarter % 2) * (4 * row) + (quarter // 2) * 8
+        else:
+            to = to + quarter * 8
+        self.own_table_to = to
+        self.own_table_from = table + ((self.lane.g // 4) * 4 + self.lane.j) * row
+        self.own_table_bytes = 4 * words
 
     def load_keys(self, slot: Int32, p: int, loaded):
         """(words of both tokens, their scales as f16x2); a load serves two passes."""
         if p % 2 == 1:
             return loaded
-        offset = slot * self.config.stage_bytes
+        offset = slot * self.config.tile_bytes
         if not self.whole_units:
             j = self.lane.j
             address = self.k_row + offset + (((j >> 1) ^ self.k_swizzle) * 16 + (j & 1) * 8)
@@ -110,11 +141,9 @@ class Nvfp4Fragments:
             multiply = dsl_nvfp4.mul_f16x2_by_high
         operands = []
         for half in range(2):
-            codes = dsl_nvfp4.e2m1x8_to_e4m3x8(loaded[0][half][index])
-            scale = loaded[1][half]
-            operands.append(
-                [[multiply(x, scale) for x in dsl.e4m3x4_to_f16x4(code)] for code in codes]
-            )
+            pairs = dsl_nvfp4.e2m1x8_to_f16x8(loaded[0][half][index])
+            scaled = [multiply(pair, loaded[1][half]) for pair in pairs]
+            operands.append((scaled[:2], scaled[2:]))
         first, second = operands
         return tuple((first[i][0], second[i][0], first[i][1], second[i][1]) for i in range(2))
 
@@ -123,23 +152,36 @@ class Nvfp4Fragments:
         return (load % per_block) * 16 + (load // per_block) * 512
 
     def arrange_queries(self, words):
-        """Four pairs of elements (0, 1) .. (6, 7) as (0, 2), (4, 6), (1, 3), (5, 7)."""
-        even, odd = Int32(0x5410), Int32(0x7632)
+        """Four pairs of elements (0, 1) .. (6, 7) as (0, 4), (1, 5), (2, 6), (3, 7)."""
+        low, high = Int32(0x5410), Int32(0x7632)
         return tuple(
-            dsl_nvfp4.permute_bytes(words[2 * half], words[2 * half + 1], selector)
-            for selector in (even, odd)
-            for half in range(2)
+            dsl_nvfp4.permute_bytes(words[i], words[i + 2], selector)
+            for i in range(2)
+            for selector in (low, high)
         )
 
-    def prepare_values(self, slot: Int32, which: int):
-        """The warp's V scales of a tile into its table: a lane takes a pair of tokens."""
-        address = self.v_scales + slot * self.config.stage_bytes
+    def first_token(self) -> Int32:
+        """Of a tile: the first of the two tokens whose V scales the lane puts into the table."""
+        if self.config.warps_apart:
+            return 16 * self.lane.warp + 2 * (self.lane.lane % 8)
+        return 2 * self.lane.lane
+
+    def prepare_values(self, slot: Int32, which: int, kept):
+        """The warp's V scales of a tile into its table: a lane takes a pair of tokens.
+
+        kept: for each of the two, all bits or none: scales of tokens that no row may see become 0.
+        """
+        offset = slot * self.config.tile_bytes
+        if self.config.warps_apart:
+            self._prepare_own_values(offset, which, kept)
+            return
+        address = self.v_scales + offset
         table = self.table_to + which * (self.groups * 128)
         load, words = (dsl_nvfp4.ld_shared_b16, 1)
         if self.groups >= 4:
             load, words = (dsl.ld_shared_b32, self.groups // 4)
-        first = [load(address + 4 * i) for i in range(words)]
-        second = [load(address + self.scale_bytes + 4 * i) for i in range(words)]
+        first = [load(address + 4 * i) & kept[0] for i in range(words)]
+        second = [load(address + self.scale_bytes + 4 * i) & kept[1] for i in range(words)]
         for i in range(words):
             for pair in range(min(2, self.groups // 2)):
                 selector = Int32((0x5140, 0x7362)[pair])
@@ -149,14 +191,46 @@ class Nvfp4Fragments:
                     dsl.st_shared_b32(table + (4 * i + 2 * pair + z) * 128, scales[z])
         cute.arch.sync_warp()
 
+    def _prepare_own_values(self, offset: Int32, which: int, kept):
+        address = self.own_scales + offset
+        table = self.own_table_to + which * self.own_table_bytes
+        load = dsl_nvfp4.ld_shared_u8 if self.own_units == 2 else dsl_nvfp4.ld_shared_b16
+        first = load(address) & kept[0]
+        second = load(address + self.scale_bytes) & kept[1]
+        both = dsl_nvfp4.permute_bytes(first, second, Int32(0x5140))
+        if self.own_units == 2:
+            dsl.st_shared_b32(table, dsl_nvfp4.e4m3x2_to_f16x2(both))
+        else:
+            scales = dsl.e4m3x4_to_f16x4(both)
+            for half in range(2):
+                dsl.st_shared_b32(table + half * (32 * self.own_units), scales[half])
+        cute.arch.sync_warp()
+
     def load_values(self, slot: Int32, u: int, which: int):
         """(words of the first 32 tokens and of the last, scales likewise)."""
-        base = self.v_row + slot * self.config.stage_bytes
+        base = self.v_row + slot * self.config.tile_bytes
         address = base + (((self.v_unit + u) ^ self.v_swizzle) * 16)
         table = self.table_from + (which * self.groups + 2 * u) * 128
         near = dsl.ldmatrix_x4_trans(address)
         far = dsl.ldmatrix_x4_trans(address + self.layout.second_half)
         return (near, far), [dsl.ld_shared_b32x4(table + 16 * half) for half in range(2)]
+
+    def load_own_values(self, slot: Int32, u: int, which: int):
+        """Of units 2 u and 2 u + 1: (words of the warp's first 8 tokens and of its others, for the
+        first unit, then for the second; scales likewise)."""
+        base = self.own_row + slot * self.config.tile_bytes
+        words = dsl.ldmatrix_x4_trans(base + (((2 * u + self.own_unit) ^ self.own_swizzle) * 16))
+        table = self.own_table_from + which * self.own_table_bytes + 16 * u
+        return words, dsl.ld_shared_b32x4(table)
+
+    def own_value_operands(self, loaded, unit: int):
+        """A of one of a load's two units, for each of its two blocks."""
+        words, scales = loaded
+        halves = []
+        for half in range(2):
+            pairs = dsl_nvfp4.e2m1x8_to_f16x8(words[2 * unit + half])
+            halves.append([dsl_nvfp4.mul_f16x2(x, scales[2 * unit + half]) for x in pairs])
+        return tuple((*halves[0][2 * i : 2 * i + 2], *halves[1][2 * i : 2 * i + 2]) for i in (0, 1))
 
     def value_operands(self, loaded, s: int):
         words, scales = loaded
@@ -164,18 +238,13 @@ class Nvfp4Fragments:
         for half in range(2):
             word = words[s // 2][2 * (s % 2) + half]
             scale = scales[s // 2][2 * (s % 2) + half]
-            codes = dsl_nvfp4.e2m1x8_to_e4m3x8(dsl.swap_middle_bytes(word))
-            if self.whole_units:
-                pairs = [dsl.e4m3x4_to_f16x4(code) for code in codes]
-                for block in range(2):
-                    blocks[block] += [dsl_nvfp4.mul_f16x2(pair[block], scale) for pair in pairs]
-            else:
+            if not self.whole_units:
                 # Warps 2 i and 2 i + 1 share a unit: one takes its first block, one its second.
-                shift = 16 * (self.lane.warp % 2)
-                blocks[0] += [
-                    dsl_nvfp4.mul_f16x2(dsl_nvfp4.e4m3x2_to_f16x2(code >> shift), scale)
-                    for code in codes
-                ]
+                word = word >> (8 * (self.lane.warp % 2))
+            pairs = dsl_nvfp4.e2m1x8_to_f16x8(word)
+            for block in range(self.blocks_per_load):
+                for pair in pairs[2 * block : 2 * block + 2]:
+                    blocks[block].append(dsl_nvfp4.mul_f16x2(pair, scale))
         return tuple(map(tuple, blocks))
 
     def first_element(self) -> Int32:

@@ -187,8 +187,8 @@ class DecodeSm90:
         ring, smem = self._allocate()
         if tid == 0:
             for slot in cutlass.range_constexpr(config.stages):
-                cute.arch.mbarrier_init(ring.full + slot, 33 if config.block_scaled else 1)
-                cute.arch.mbarrier_init(ring.empty + slot, 4)
+                cute.arch.mbarrier_init(ring.full + slot, 1)
+                cute.arch.mbarrier_init(ring.empty + slot, config.release_arrivals)
             cute.arch.mbarrier_init_fence()
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
@@ -216,7 +216,7 @@ class DecodeSm90:
 
         ring = array(Uint8, config.stage_bytes * config.stages, 1024)
         q = array(kind, rows * D if config.queries_in_smem else 8, 1024)
-        p = array(kind, 2 * config.step_tiles * rows * TILE_TOKENS, 1024)
+        p = array(Uint8, config.exchange_bytes, 1024)
         row_max = array(Float32, 4 * rows, 128)
         row_sum = array(Float32, 4 * rows, 128)
         visible = array(Int32, 2 * rows, 128)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import Shape
@@ -79,8 +79,9 @@ class ConsumerLane:
         if config.mma_dtype == "bf16":
             self.mma_kind, self.pack = "bf16", dsl.pack_bf16x2
         self.row_blocks = config.rows // 8
-        # Blocks of 16 head-dim elements that one warp owns in O^T.
+        # Blocks of 16 head-dim elements that one warp owns in O^T: at the end, and of a tile.
         self.units = config.head_size // 64
+        self.blocks = config.head_size // 16 if config.warps_apart else self.units
         self.chains = config.chains
         tid, _, _ = cute.arch.thread_idx()
         self.tid = tid
@@ -94,7 +95,7 @@ class ConsumerLane:
     def make_state(self):
         """(output accumulators, softmax state); filled anew by ``reset`` for each item."""
         rows = 2 * self.row_blocks
-        acc = cute.make_rmem_tensor((self.units * self.row_blocks * 4,), Float32)
+        acc = cute.make_rmem_tensor((self.blocks * self.row_blocks * 4,), Float32)
         state = Softmax(
             cute.make_rmem_tensor((rows,), Float32),
             cute.make_rmem_tensor((rows,), Float32),
@@ -103,7 +104,7 @@ class ConsumerLane:
 
     @cute.jit
     def reset(self, acc: cute.Tensor, state: Softmax):
-        for u in cutlass.range_constexpr(self.units):
+        for u in cutlass.range_constexpr(self.blocks):
             for i in cutlass.range_constexpr(self.row_blocks * 4):
                 acc[u * self.row_blocks * 4 + i] = Float32(0.0)
         for i in cutlass.range_constexpr(2 * self.row_blocks):
@@ -121,6 +122,10 @@ class ConsumerLane:
             Int32(int(NamedBarrier.CONSUMERS)), Int32(WARPGROUP_THREADS), condition
         )
 
+    def tile_in_ring(self, slot: Int32, operand: int) -> Int32:
+        """Of K (0) or V (1) of a slot: its number among the ring's tiles."""
+        return 2 * slot + operand if self.config.paired else slot
+
     @cute.jit
     def release(self, slot: Int32):
         """Hand a slot back to the producer.
@@ -131,5 +136,8 @@ class ConsumerLane:
         """
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        if self.lane == 0:
+        if const_expr(self.config.release_arrivals == WARPGROUP_THREADS):
             cute.arch.mbarrier_arrive(self.ring.empty + slot)
+        else:
+            if self.lane == 0:
+                cute.arch.mbarrier_arrive(self.ring.empty + slot)

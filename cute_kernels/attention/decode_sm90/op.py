@@ -106,7 +106,7 @@ def _plan(problem: AttentionProblem, q, k, v, out, max_rows: int) -> SplitKvLaun
     config = _config(head_size, packed_rows, q.dtype, page_size, problem.kv_format)
     arch = device_arch(q.device.index)
     ctas = grid_ctas(config, arch.sm_count)
-    min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes))
+    min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.tile_bytes))
     function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),

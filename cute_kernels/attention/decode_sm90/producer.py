@@ -19,6 +19,7 @@ from cute_kernels.attention.common.tile_schedule import (
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS, DecodeConfig
 from cute_kernels.attention.decode_sm90.layout import TileLayout, swizzle_bits
+from cute_kernels.formats import NVFP4_GROUP
 
 # Each byte of the cache is read once: L2 should drop it first (createpolicy evict_first).
 EVICT_FIRST = 0x12F0000000000000
@@ -63,8 +64,8 @@ class TmaOperand(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots of one tile each with their barriers: ``full`` (TMA bytes; the lanes' copies of block
-    scales too, where there are any), ``empty`` (4 warps)."""
+    """Slots with their barriers: ``full`` (the bytes of bulk copies; lanes' copies of block scales
+    count themselves in), ``empty`` (consumers)."""
 
     base: cute.Pointer
     full: cute.Pointer
@@ -145,23 +146,70 @@ class Producer:
         return pieces
 
     @cute.jit
-    def copy_scales(self, scales: BlockScales, first: Int64, ring: Ring, slot: Int32, pieces):
-        """first: the address of the lane's part of the head's scales."""
+    def copy_scales(
+        self, scales: BlockScales, head: Int32, ring: Ring, tile: Int32, full: cute.Pointer, pieces
+    ):
+        """A tile's block scales, by all lanes. ``full`` waits for them: before anyone arrives there
+        this must be done, and the warp be in step."""
         config = self.config
-        size, _ = config.scale_piece
-        shared = ring.base.toint() + slot * config.stage_bytes + config.data_bytes
-        shared = shared + cute.arch.lane_idx() * size
+        size, lanes = config.scale_piece
+        lane = cute.arch.lane_idx()
+        first = scales.base + Int64(head) * scales.head + (lane % lanes) * size
+        shared = self.scales_in_ring(ring, tile) + lane * size
         for i in cutlass.range_constexpr(len(pieces)):
             piece = pieces[i]
             at = first + Int64(piece.page) * scales.page + Int64(piece.in_page) * scales.token
             dsl_nvfp4.copy_async_or_zero(shared + i * 32 * size, at, size, piece.live_bytes)
-        dsl_nvfp4.arrive_after_copies((ring.full + slot).toint())
+        dsl_nvfp4.arrive_after_copies(full.toint())
+
+    def scales_in_ring(self, ring: Ring, tile: Int32) -> Int32:
+        return ring.base.toint() + tile * self.config.tile_bytes + self.config.data_bytes
+
+    @cute.jit
+    def scales_are_whole(self) -> Int32:
+        """Whether a tile's block scales of a head are one run of bytes that a bulk copy can take:
+        pages with the scales of each head together. The scales of dead tokens come along then."""
+        config = self.config
+        whole = Int32(0)
+        if const_expr(self.layout.boxes == 1):
+            k, v = self.source.block_scales
+            unaligned = k.base | k.page | k.head | v.base | v.page | v.head
+            row = config.head_size // NVFP4_GROUP
+            if (k.token == row) & (v.token == row) & ((unaligned & 15) == 0):
+                whole = self.source.paged
+        return whole
+
+    @cute.jit
+    def begin_slot(
+        self, ring: Ring, slot: Int32, operands, whole: Int32, boxes, segment, tile: Int32
+    ):
+        """Say what the slot's ``full`` barrier waits for, and load block scales piece by piece if
+        they are not whole."""
+        config, full = self.config, ring.full + slot
+        count = len(operands)
+        expected = Int32(count * config.data_bytes)
+        if const_expr(config.block_scaled):
+            if whole != 0:
+                expected = Int32(count * config.tile_bytes)
+            else:
+                pieces = self.scale_pieces(boxes, segment, tile)
+                for operand in operands:
+                    scales = self.source.block_scales[operand]
+                    to = count * slot + operand if const_expr(count > 1) else slot
+                    self.copy_scales(scales, segment.head, ring, to, full, pieces)
+                cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, expected)
 
     @cute.jit
     def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
         lane = cute.arch.lane_idx()
-        sBoxes = self.ring_boxes(ring.base, config.stages, config.stage_bytes)
+        operands_a_slot = 2 if const_expr(config.paired) else 1
+        sBoxes = self.ring_boxes(ring.base, operands_a_slot * config.stages, config.tile_bytes)
+        whole = Int32(0)
+        if const_expr(config.block_scaled):
+            whole = self.scales_are_whole()
         done = Int32(0)
         b, item, tile = stretch.b, stretch.item, stretch.tile
         slot = Int32(0)
@@ -176,10 +224,8 @@ class Producer:
             if source.paged == 0:
                 run_start = self.lengths.mCuK[b]
             if const_expr(config.block_scaled):
-                size, lanes = config.scale_piece
-                part = (lane % lanes) * size
                 first = [
-                    scales.base + Int64(segment.head) * scales.head + part
+                    scales.base + Int64(segment.head) * scales.head
                     for scales in source.block_scales
                 ]
             page = Int32(0)
@@ -209,28 +255,38 @@ class Producer:
                         )
                     )
                 ahead = ahead + layout.boxes
-                if const_expr(config.block_scaled):
-                    pieces = self.scale_pieces(boxes, segment, t)
                 for operand in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_wait(ring.empty + slot, phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, config.data_bytes)
+                    begins = const_expr(operand == 0 or not config.paired)
+                    ends = const_expr(operand == 1 or not config.paired)
+                    if const_expr(begins):
+                        cute.arch.mbarrier_wait(ring.empty + slot, phase)
+                        operands = (0, 1) if const_expr(config.paired) else (operand,)
+                        self.begin_slot(ring, slot, operands, whole, boxes, segment, t)
+                    in_ring = operands_a_slot * slot + (operand if config.paired else 0)
                     for i in cutlass.range_constexpr(layout.boxes):
                         self.load_box(
                             k if const_expr(operand == 0) else v,
-                            sBoxes[None, i, slot],
+                            sBoxes[None, i, in_ring],
                             boxes[i][1],
                             segment.head,
                             boxes[i][0],
                             ring.full + slot,
                         )
                     if const_expr(config.block_scaled):
-                        scales = source.block_scales[operand]
-                        self.copy_scales(scales, first[operand], ring, slot, pieces)
-                    slot = slot + 1
-                    if slot == config.stages:
-                        slot = Int32(0)
-                        phase = phase ^ 1
+                        if whole != 0:
+                            scales = source.block_scales[operand]
+                            at = first[operand] + Int64(boxes[0][0]) * scales.page
+                            at = at + Int64(boxes[0][1]) * scales.token
+                            to = self.scales_in_ring(ring, in_ring)
+                            with cute.arch.elect_one():
+                                dsl_nvfp4.copy_bulk(
+                                    to, at, config.scale_bytes, (ring.full + slot).toint()
+                                )
+                    if const_expr(ends):
+                        slot = slot + 1
+                        if slot == config.stages:
+                            slot = Int32(0)
+                            phase = phase ^ 1
             done = done + segment.count
             tile = Int32(0)
             b, item = next_item(segment, shape, stretch.item_step)

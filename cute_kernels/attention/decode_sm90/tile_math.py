@@ -25,7 +25,7 @@ from cute_kernels.attention.decode_sm90.lane import ConsumerLane, Softmax
 MAX_LAG = 8.0
 
 
-def _reference(top: Float32) -> Float32:
+def reference(top: Float32) -> Float32:
     """The maximum to subtract; 0 for a row that has seen no key, as (-inf) - (-inf) is NaN."""
     return cutlass.select_(top == dsl.NEG_INF, Float32(0.0), top)
 
@@ -33,7 +33,7 @@ def _reference(top: Float32) -> Float32:
 class TileMath(ConsumerLane):
     @cute.jit
     def scores(self, rS: cute.Tensor, rQ: cute.Tensor, slot: Int32, phase: Int32):
-        """rS = K Q^T of one tile (raw products), then hands the K slot back."""
+        """rS = K Q^T of one tile (raw products), then hands the K slot back, if V is in another."""
         config = self.config
         for i in cutlass.range_constexpr(self.chains * self.row_blocks * 4):
             rS[i] = Float32(0.0)
@@ -41,12 +41,13 @@ class TileMath(ConsumerLane):
         passes = config.head_size // 64
         loaded = None
         for p in cutlass.range_constexpr(passes):
-            loaded = self.kv.load_keys(slot, p, loaded)
+            loaded = self.kv.load_keys(self.tile_in_ring(slot, 0), p, loaded)
             if const_expr(config.uses_wgmma):
                 self._scores_wgmma(rS, loaded, p)
             else:
                 self._scores_mma(rS, rQ, loaded, p)
-        self.release(slot)
+        if const_expr(not config.paired):
+            self.release(slot)
         if const_expr(config.uses_wgmma):
             warpgroup.wait_group(0)
         else:
@@ -187,7 +188,7 @@ class TileMath(ConsumerLane):
                 top = [dsl.fmax(top[0], other[0]), dsl.fmax(top[1], other[1])]
             correction = []
             for r in cutlass.range_constexpr(2):
-                correction.append(dsl.exp2(state.rMax[2 * n + r] - _reference(top[r])))
+                correction.append(dsl.exp2(state.rMax[2 * n + r] - reference(top[r])))
                 state.rMax[2 * n + r] = top[r]
                 state.rSum[2 * n + r] = state.rSum[2 * n + r] * correction[r]
             self._rescale(acc, correction, n)
@@ -197,7 +198,7 @@ class TileMath(ConsumerLane):
         """P^T of the step into one of its two buffers, and what the lane adds to the row sums."""
         tiles = len(scores)
         for n in cutlass.range_constexpr(self.row_blocks):
-            references = [_reference(state.rMax[2 * n + r]) for r in range(2)]
+            references = [reference(state.rMax[2 * n + r]) for r in range(2)]
             sums = [Float32(0.0), Float32(0.0)]
             for i in cutlass.range_constexpr(tiles):
                 p = [dsl.exp2(scores[i][4 * n + z] - references[z % 2]) for z in range(4)]
@@ -229,7 +230,7 @@ class TileMath(ConsumerLane):
     def _rescale(self, acc: cute.Tensor, correction, n: cutlass.Constexpr):
         """Bring a row block's output to the new maxima; seldom needed after the first tiles."""
         if cute.arch.vote_any_sync((correction[0] != 1.0) | (correction[1] != 1.0)):
-            for u in cutlass.range_constexpr(self.units):
+            for u in cutlass.range_constexpr(self.blocks):
                 for i in cutlass.range_constexpr(4):
                     at = (u * self.row_blocks + n) * 4 + i
                     acc[at] = acc[at] * correction[i % 2]
@@ -244,7 +245,7 @@ class TileMath(ConsumerLane):
         config, layout = self.config, self.layout
         columns = (
             self.ring.base.toint()
-            + slot * config.stage_bytes
+            + slot * config.tile_bytes
             + ((self.warp * config.value_units) // layout.units) * layout.block_bytes
         )
         zero = Int32(0)
@@ -274,7 +275,7 @@ class TileMath(ConsumerLane):
             for w in cutlass.range_constexpr(4):
                 p.append(dsl.ld_shared_b32x2(base_p + w * 256 + self.lane * 8))
         for load in cutlass.range_constexpr(self.kv.value_loads):
-            loaded = self.kv.load_values(slot, load, which)
+            loaded = self.kv.load_values(self.tile_in_ring(slot, 1), load, which)
             if const_expr(config.uses_wgmma):
                 self._values_wgmma(acc, loaded, load, tile)
             else:

@@ -70,7 +70,7 @@ class PrefillConfig:
 
     @property
     def reads_copies(self) -> bool:
-        """Whether K and V are fp16 copies of an FP8 cache (widen_sm90)."""
+        """Whether K and V are fp16 copies of an FP8 or nvfp4 cache (widen_sm90)."""
         return not self.converts and self.kv_format != self.q_dtype
 
     @property
@@ -193,7 +193,7 @@ def make_config(
 
 
 def widened_config(head_size: int, q_dtype: str) -> PrefillConfig:
-    """The variant that reads fp16 copies of an FP8 cache."""
+    """The variant that reads fp16 copies of an FP8 or nvfp4 cache."""
     return make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
 
 
@@ -206,4 +206,5 @@ def support_table() -> list[PrefillConfig]:
         for head_size in head_sizes(kv_format)
         for box in BOX_TOKENS
     ]
-    return direct + [widened_config(head_size, "bf16") for head_size in widen_sm90.HEAD_SIZES]
+    widened = {each.head_size: each for each in widen_sm90.support_table()}
+    return direct + [widened_config(head_size, "bf16") for head_size in widened]

@@ -27,7 +27,7 @@ from cute_kernels.attention.prefill_sm90.config import (
     make_config,
     rows_of,
 )
-from cute_kernels.attention.widen_sm90.config import WidenConfig
+from cute_kernels.attention.widen_sm90.config import WidenConfig, most_copies
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
 
@@ -48,17 +48,25 @@ def can_run(problem: AttentionProblem) -> str | None:
     capability = device_arch(q.device.index).capability
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]}, the kernel is for 9.0"
-    total_q, heads, head_size = q.shape
-    sizes = head_sizes(_FORMAT_NAMES[k.dtype])
+    head_size = q.shape[2]
+    sizes = head_sizes(_read_format(problem))
     if head_size not in sizes:
         return f"head size {head_size}, for a {k.dtype} cache the kernel has {sizes}"
-    obstacle = cache_obstacle(problem)
-    if obstacle is not None:
-        return obstacle
-    group = heads // k.shape[-2]
+    return cache_obstacle(problem) or cannot_count(problem)
+
+
+def cannot_count(problem: AttentionProblem) -> str | None:
+    """Why the kernel cannot number a batch's rows and items, or None."""
+    total_q, heads, _ = problem.q.shape
+    group = heads // problem.k.shape[-2]
     if total_q * group * group > _INT32_MAX or item_bound(problem) > _INT32_MAX:
         return f"{total_q} query tokens in groups of {group} heads are too many to count in 32 bits"
     return None
+
+
+def _read_format(problem: AttentionProblem) -> str:
+    """What the kernel reads for a cache: of nvfp4 its fp16 copies."""
+    return "fp16" if problem.kv_format == "nvfp4" else problem.kv_format
 
 
 def item_bound(problem: AttentionProblem) -> int:
@@ -67,7 +75,7 @@ def item_bound(problem: AttentionProblem) -> int:
     kv_heads = problem.k.shape[-2]
     batch = problem.cu_seqlens_q.shape[0] - 1
     rows = total_q * (heads // kv_heads)
-    return min(rows, rows // rows_of(head_size, _FORMAT_NAMES[problem.k.dtype]) + batch) * kv_heads
+    return min(rows, rows // rows_of(head_size, _read_format(problem)) + batch) * kv_heads
 
 
 def run(
@@ -83,7 +91,7 @@ def run(
     tokens past cu_seqlens_q[-1] are left as they are, and so are those of sequences with at most
     ``skip_rows`` packed rows (query tokens x GQA group).
 
-    capacity: not 0 where an FP8 cache is to be widened first: the most keys of a sequence.
+    capacity: not 0 where an FP8 or nvfp4 cache is to be widened first: the most keys of a sequence.
 
     Returns:
         The launch, which serves other addresses as well; None where operands were copied.
@@ -116,20 +124,31 @@ def _plan_widened(
 ) -> WidenedLaunch:
     """Widen k and v, then read the copies, of which only shape and strides matter here."""
     batch = problem.cu_seqlens_q.shape[0] - 1
-    kv_heads, head_size = k.shape[-2:]
+    kv_heads, head_size = k.shape[-2], q.shape[2]
+    rows = q.shape[0] * (q.shape[1] // kv_heads)
+    copies = most_copies(batch, rows, skip_rows)
     copy = torch.empty(
-        (kv_heads, batch * capacity, head_size), dtype=torch.float16, device="meta"
+        (kv_heads, copies * capacity, head_size), dtype=torch.float16, device="meta"
     ).transpose(0, 1)
     # Any tensor: that it is there says that lengths are.
-    ragged = problem._replace(k=copy, block_table=None, seqused_k=problem.cu_seqlens_q)
+    ragged = problem._replace(
+        k=copy, block_table=None, seqused_k=problem.cu_seqlens_q, k_block_scale=None,
+        v_block_scale=None,
+    )  # fmt: skip
     attention = _plan(ragged, q, copy, copy, out, skip_rows)
     target = device_arch(q.device.index).target
-    unit = CompileUnit("widen_sm90", WidenConfig(head_size), target)
+    unit = CompileUnit("widen_sm90", WidenConfig(head_size, problem.kv_format), target)
     function = on_device(q.device, launcher, unit)
     arguments = packed(operand_strides(problem, q, k, v, out), operand_sizes(problem, k))
     left = score_scalars(problem)[2]
     return WidenedLaunch(
-        function, q.device, arguments, attention, copy.nbytes, batch, (capacity, left, skip_rows)
+        function,
+        q.device,
+        arguments,
+        attention,
+        copy.nbytes,
+        batch,
+        (capacity, left, skip_rows, copies),
     )
 
 

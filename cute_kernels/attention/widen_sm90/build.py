@@ -13,11 +13,12 @@ from cute_kernels.attention.widen_sm90.config import WidenConfig
 
 def compile_widen(config: WidenConfig, options: str):
     """The compiled launch function; ``options`` are cute.compile's (architecture, TVM-FFI)."""
+    addresses_type, strides_type = definition.operand_types(config)
     return cute.compile(
         definition.WidenSm90(config),
         query_offsets(),
-        addresses(definition.Addresses, BFloat16),
-        zeros(definition.Strides),
+        addresses(addresses_type, BFloat16),
+        zeros(strides_type),
         zeros(definition.Sizes),
         zeros(definition.Target),
         make_fake_stream(use_tvm_ffi_env_stream=True),

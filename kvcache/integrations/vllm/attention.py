@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 import cute_kernels
+from cute_kernels.formats import QuantMode
 from kvcache.config import AttentionConfig
 from kvcache.integrations.vllm.arguments import flash_attn_varlen_func
 from kvcache.integrations.vllm.counters import COUNTERS, REFERENCE
 from kvcache.integrations.vllm.dtypes import device_capability, refusal
 from kvcache.integrations.vllm.metadata import CuteAttentionMetadata
+from kvcache.integrations.vllm.pages import halves, nvfp4_sides
 from kvcache.selection import describe, select_kernels
 
 
@@ -71,6 +72,7 @@ class CuteAttentionImpl(AttentionImpl[CuteAttentionMetadata]):
         reason = refusal(self.config)
         if reason is not None:
             raise NotImplementedError(reason)
+        self.block_scaled = self.config.dtype.quant_mode is QuantMode.BLOCK_SCALED
         self.kernel = " and ".join(kernel.name for kernel in select_kernels(self.config))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -99,7 +101,7 @@ class CuteAttentionImpl(AttentionImpl[CuteAttentionMetadata]):
         Args:
             query, output: (tokens, Hq, D). Rows from num_actual_tokens on are padding.
             key, value: not read; None in layers that read another layer's cache.
-            kv_cache: (num_blocks, Hkv, block_size, 2 D), uint8 for fp8.
+            kv_cache: (num_blocks, Hkv, block_size, 2 D), uint8 for fp8; nvfp4: see `pages`.
 
         Raises:
             ValueError: a cache in blocks of another size than the block table's, or a layer without
@@ -118,6 +120,10 @@ class CuteAttentionImpl(AttentionImpl[CuteAttentionMetadata]):
                 f"(kv_sharing_target_layer_name is None); {describe(self.config)}"
             )
         k, v = self._sides(kv_cache)
+        block_scales = {}
+        if self.block_scaled:
+            (k, k_scale), (v, v_scale) = map(cute_kernels.split_nvfp4, (k, v))
+            block_scales = {"k_block_scale": k_scale, "v_block_scale": v_scale}
         if k.shape[1] != attn_metadata.block_size:
             raise ValueError(
                 f"{name}: kv_cache has blocks of {k.shape[1]} tokens, the block table counts "
@@ -141,6 +147,7 @@ class CuteAttentionImpl(AttentionImpl[CuteAttentionMetadata]):
             v_descale=layer._v_scale,
             s_aux=self.sinks,
             out=output[:tokens],
+            **block_scales,
         )
         return output
 
@@ -167,8 +174,7 @@ class CuteAttentionImpl(AttentionImpl[CuteAttentionMetadata]):
             )
 
     def _sides(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as (num_blocks, block_size, Hkv, D) views."""
-        sides = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        k, v = (canonicalize_singleton_dim_strides(side) for side in sides)
-        stored = self.config.dtype.torch_dtype
-        return (k, v) if k.dtype is stored else (k.view(stored), v.view(stored))
+        """K and V as (num_blocks, block_size, Hkv, row) views."""
+        if self.block_scaled:
+            return nvfp4_sides(kv_cache, self.num_kv_heads)
+        return halves(kv_cache, self.config.dtype.torch_dtype)

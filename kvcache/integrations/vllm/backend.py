@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import lcm
 from typing import ClassVar
 
 import torch
 from vllm.config.cache import CacheDType
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from cute_kernels.formats import QuantMode
 from kvcache import blocks, contracts
 from kvcache.config import AttentionConfig
-from kvcache.dtypes import KV_CACHE_DTYPES, QUERY_DTYPES
+from kvcache.dtypes import QUERY_DTYPES
 from kvcache.integrations.vllm.dtypes import config_of_spec, refusal, stored_names
 
 
@@ -30,16 +31,13 @@ def _all(field: str) -> list:
 class CuteAttentionBackend(AttentionBackend):
     """K and V of a layer are the two halves of the last dim of its cache,
     (num_blocks, num_kv_heads, block_size, 2 * head_size), in whatever order of memory vLLM chose.
+    Of the nvfp4 dtypes they are head slots: (num_blocks, 2 * num_kv_heads, block_size, row).
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [
         getattr(torch, name) for name, short in QUERY_DTYPES.items() if short in _all("q_dtypes")
     ]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
-        name
-        for name in stored_names(*_all("kv_cache_formats"))
-        if KV_CACHE_DTYPES[name].quant_mode is not QuantMode.BLOCK_SCALED  # see `dtypes.refusal`
-    ]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = stored_names(*_all("kv_cache_formats"))
     forward_includes_kv_cache_update: bool = False
     supports_kv_cache_update_bypass: bool = True
 
@@ -58,6 +56,14 @@ class CuteAttentionBackend(AttentionBackend):
         from kvcache.integrations.vllm.metadata import CuteMetadataBuilder
 
         return CuteMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Blocks of nvfp4 have a slot of codes and block scales for each head of K and of V."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
+            return spec
+        row = nvfp4_kv_cache_full_dim(spec.head_size)
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=row)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

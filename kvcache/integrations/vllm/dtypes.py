@@ -8,7 +8,6 @@ from vllm.config.cache import register_kv_cache_dtype
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
-from cute_kernels.formats import QuantMode
 from cute_kernels.registry import store_contract
 from kvcache.config import AttentionConfig
 from kvcache.dtypes import KV_CACHE_DTYPES, query_dtype_name
@@ -56,17 +55,10 @@ def stored_names(*storage_formats: str) -> list[str]:
 def refusal(config: AttentionConfig) -> str | None:
     """Why our layers cannot serve this configuration, or None: `kvcache.can_run`, and our store.
 
-    Blocks of nvfp4 hold codes and scales of each side apart, which these layers do not lay out (the
-    kernels read them all the same). A cache of 16 bits, which our store does not write, is better
+    A cache of 16 bits, which our store does not write, is better
     off with vLLM's own kernels anyway: ours would decode it without splitting keys.
     """
     reason = can_run(config)
-    if reason is None and config.dtype.quant_mode is QuantMode.BLOCK_SCALED:
-        return (
-            f"kv_cache_dtype {config.kv_cache_dtype!r}: this backend's layers have no blocks for "
-            f"{config.dtype.storage}, though decode_sm90 reads it; the nearest kv_cache_dtype that "
-            "works is 'fp8'"
-        )
     if reason is not None or config.dtype.name in stored_names(config.dtype.storage):
         return reason
     return (

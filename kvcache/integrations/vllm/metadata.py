@@ -78,6 +78,7 @@ class CuteMetadataBuilder(AttentionMetadataBuilder[CuteAttentionMetadata]):
             heads or config.model_config.get_num_attention_heads(config.parallel_config),
             config.model_config.dtype,
             config.scheduler_config.max_num_batched_tokens,
+            config.cache_config.cache_dtype,
         )
 
     def build(

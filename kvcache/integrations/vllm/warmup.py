@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,13 +10,17 @@ from vllm.model_executor.warmup.cutedsl_warmup import CuTeDSLCompileUnit
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from cute_kernels import compile_cache
-from kvcache.dtypes import query_dtype_name
+from kvcache.dtypes import KV_CACHE_DTYPES, query_dtype_name
 from kvcache.integrations.vllm.dtypes import config_of_spec
 from kvcache.selection import select_kernel
 
 
 def compile_units(
-    spec: AttentionSpec, num_q_heads: int, query_dtype: torch.dtype, max_query_tokens: int
+    spec: AttentionSpec,
+    num_q_heads: int,
+    query_dtype: torch.dtype,
+    max_query_tokens: int,
+    stored_as: str,
 ) -> tuple[CuTeDSLCompileUnit, ...]:
     """What these layers ask for, attention and store, with up to so many query tokens a sequence.
 
@@ -23,11 +28,15 @@ def compile_units(
 
     Args:
         spec: of a layer; its block size is the kernel block.
+        stored_as: the dtype that the user named, which the store writes: a spec knows the format.
 
     Raises:
         NotImplementedError: no kernel serves the spec.
     """
     config = config_of_spec(spec)
+    named = KV_CACHE_DTYPES.get(stored_as)
+    if named is not None and named.storage == config.dtype.storage:
+        config = replace(config, kv_cache_dtype=stored_as)
     workload = compile_cache.AttentionWorkload(
         head_size=spec.head_size,
         num_q_heads=num_q_heads,
