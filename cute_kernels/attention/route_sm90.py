@@ -18,7 +18,7 @@ from cute_kernels.attention.common.launches import Launch, Launches
 from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90 import op as decode_sm90
 from cute_kernels.attention.prefill_sm90 import op as prefill_sm90
-from cute_kernels.attention.prefill_sm90.config import decode_rows, head_sizes, rows_of
+from cute_kernels.attention.prefill_sm90.config import decode_rows, rows_of
 from cute_kernels.attention.widen_sm90 import config as widen_sm90
 
 # With fewer items than this part of the SMs the prefill kernel, one item an SM, is slower than the

@@ -162,13 +162,6 @@ def test_16_bit_caches_take_the_kernels_that_fp8_takes():
         assert chosen[0][:3] == chosen[1][:3]
 
 
-def test_a_head_size_that_prefill_has_not_is_the_decode_kernels(monkeypatch):
-    monkeypatch.setattr(route_sm90, "head_sizes", lambda kv_format: (64, 128))
-    for fields in ({}, {"batch": 5}, {"deterministic": True}):
-        chosen = route(bounds_of(kv_format="bf16", head_size=512, **fields), SM_COUNT)
-        assert chosen == Route(True, False, UNLIMITED)
-
-
 def problem_of(**fields: Any) -> Any:
     case = AttentionCase(id="route", kv_lens=(70, 300), q_lens=(3, 200), **fields)
     return validate(**make_inputs(case))
