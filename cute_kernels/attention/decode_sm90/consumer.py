@@ -17,13 +17,14 @@ from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Sequence,
     Stretch,
-    next_item,
+    after_segment,
     query_token,
     segment_at,
+    split_tiles,
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
-from cute_kernels.attention.decode_sm90.fixup import Fixup
+from cute_kernels.attention.decode_sm90.fixup import Fixup, slot_to_write
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
 from cute_kernels.attention.decode_sm90.tile_math import TileMath
 
@@ -154,8 +155,9 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
             self.write_rows_without_keys(output, lengths, cta, ctas)
         continued = Int32(0)
         begun = Int32(0)
-        done = Int32(0)
+        done = stretch.skip
         b, item, tile = stretch.b, stretch.item, stretch.tile
+        started = tile
         slot = Int32(0)
         phase = Int32(0)
         buffer = Int32(0)
@@ -209,23 +211,31 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                     buffer = buffer ^ 1
             if const_expr(not config.loader_only):
                 self.reduce_sums(state)
-                if segment.count == seq.tiles:
+                line_start = stretch.begin + done - tile
+                ends = tile + segment.count == seq.tiles
+                split = Int32(0)
+                if shape.splits != 0:
+                    split = tile // split_tiles(shape, seq.tiles)
+                slot = slot_to_write(shape, stretch, cta, line_start, started, split)
+                if (shape.splits != 0) & (started == 0) & (tile > 0):
+                    self.fold_into_registers(partial, acc, state, v_scale, chunk, slot)
+                    v_scale = Float32(1.0)
+                if ends & (started == 0):
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
                 else:
-                    line_start = stretch.begin + done - tile
-                    which = Int32(0)
-                    if tile == 0:
-                        which = Int32(1)
-                        begun = Int32(1)
-                    else:
-                        continued = Int32(1)
-                    self.write_partial(partial, acc, state, v_scale, chunk, 2 * cta + which)
-                    self.arrive(partial, stretch, segment, line_start, which)
+                    self.write_partial(partial, acc, state, v_scale, chunk, slot)
+                    if ends | (done + segment.count >= stretch.count):
+                        if started == 0:
+                            begun = Int32(1)
+                        else:
+                            continued = Int32(1)
+                        self.arrive(partial, stretch, segment, line_start, started, tile)
             done = done + segment.count
-            tile = Int32(0)
-            b, item = next_item(segment, shape, stretch.item_step)
+            b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
+            if tile == 0:
+                started = Int32(0)
         if const_expr(not config.loader_only):
             if continued != 0:
-                self.finish(output, partial, cta, Int32(0))
+                self.finish(output, partial, Int32(0))
             if begun != 0:
-                self.finish(output, partial, cta, Int32(1))
+                self.finish(output, partial, Int32(1))

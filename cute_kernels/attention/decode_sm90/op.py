@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels.arch import device_arch, on_device
 from cute_kernels.attention.arguments import AttentionProblem
-from cute_kernels.attention.common.launches import SplitKvLaunch, packed
+from cute_kernels.attention.common.launches import Launch, SplitKvLaunch, packed, together
 from cute_kernels.attention.common.operands import (
     UNLIMITED,
     cache_obstacle,
@@ -26,10 +26,13 @@ from cute_kernels.attention.decode_sm90.config import (
     KV_FORMATS,
     TILE_TOKENS,
     DecodeConfig,
+    FixedSplits,
     box_tokens_for_page,
+    fixed_splits,
     grid_ctas,
     make_config,
     row_bucket,
+    row_buckets,
 )
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
@@ -61,8 +64,6 @@ def can_run(problem: AttentionProblem) -> str | None:
     obstacle = cache_obstacle(problem)
     if obstacle is not None:
         return obstacle
-    if problem.deterministic:
-        return "deterministic=True, the kernel's splits follow the whole batch"
     if _tile_bound(problem) > _INT32_MAX:
         return "more than 2^31 key tiles over all query rows of the batch"
     return None
@@ -87,7 +88,7 @@ def run(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     max_rows: int = UNLIMITED,
-) -> SplitKvLaunch | None:
+) -> Launch | None:
     """Launch on q's device and the current stream: no host synchronisation, graph-capturable.
 
     Writes ``out`` (q's shape and dtype) and, unless None, ``lse`` (Hq, total_q) float32. Rows of
@@ -97,26 +98,58 @@ def run(
     Returns:
         The launch, which serves other addresses as well; None where operands were copied.
     """
-    return run_planned(
-        problem, out, lse, TILE_TOKENS, lambda *operands: _plan(problem, *operands, max_rows)
-    )
+    launches = [
+        run_planned(
+            problem,
+            out,
+            lse,
+            TILE_TOKENS,
+            lambda *operands, rows=rows: _plan(problem, *operands, rows),
+        )
+        for rows in row_ranges(problem, max_rows)
+    ]
+    return together(launches)
 
 
-def _plan(problem: AttentionProblem, q, k, v, out, max_rows: int) -> SplitKvLaunch:
+def row_ranges(problem: AttentionProblem, max_rows: int) -> list[tuple[int, int]]:
+    """(more than, at most): the packed rows of the sequences of each launch.
+
+    One launch, of the variant that the longest query needs; but where bits must not depend on the
+    batch each sequence is served by the variant of its own rows.
+    """
+    total_q, heads, head_size = problem.q.shape
+    group = heads // problem.k.shape[-2]
+    batch = problem.cu_seqlens_q.shape[0] - 1
+    most = min(problem.max_seqlen_q * group, max_rows)
+    if not problem.deterministic or batch * problem.max_seqlen_q <= total_q:
+        return [(0, max_rows)]
+    ranges, low = [], 0
+    for bucket in row_buckets(head_size):
+        high = max_rows if bucket >= most or bucket == row_buckets(head_size)[-1] else bucket
+        if high // group > low // group and low < most:
+            ranges.append((low, high))
+        low = bucket
+    return ranges
+
+
+def _plan(problem: AttentionProblem, q, k, v, out, row_range: tuple[int, int]) -> SplitKvLaunch:
     heads, head_size = q.shape[1:]
+    kv_heads = k.shape[-2]
     page_size = None if problem.block_table is None else k.shape[1]
-    packed_rows = min(problem.max_seqlen_q * (heads // k.shape[-2]), max_rows)
+    min_rows, max_rows = row_range
+    packed_rows = min(problem.max_seqlen_q * (heads // kv_heads), max_rows)
     config = _config(head_size, packed_rows, q.dtype, page_size, problem.kv_format)
     arch = device_arch(q.device.index)
     ctas = grid_ctas(config, arch.sm_count)
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes))
+    fixed = fixed_splits(config, kv_heads) if problem.deterministic else FixedSplits()
     function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),
         operand_sizes(problem, k),
-        (*score_scalars(problem), ctas, min_tiles, max_rows),
+        (*score_scalars(problem), ctas, min_tiles, min_rows, max_rows, *fixed),
     )
-    workspace = 2 * ctas * config.rows * (head_size + 1)
+    workspace = max(2, fixed.splits) * ctas * config.rows * (head_size + 2)
     return SplitKvLaunch(function, q.device, arguments, workspace, ctas)
 
 
