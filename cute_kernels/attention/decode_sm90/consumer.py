@@ -153,16 +153,17 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
         if const_expr(not config.loader_only):
             # before the first tile arrives, so it costs nothing
             self.write_rows_without_keys(output, lengths, cta, ctas)
-        continued = Int32(0)
-        begun = Int32(0)
-        done = stretch.skip
+        # Items to finish: 1 the continued one, 2 the begun one.
+        shared = Int32(0)
+        at = stretch.begin + stretch.skip
+        end = stretch.begin + stretch.count
         b, item, tile = stretch.b, stretch.item, stretch.tile
         started = tile
         slot = Int32(0)
         phase = Int32(0)
         buffer = Int32(0)
-        while done < stretch.count:
-            segment = segment_at(lengths, shape, b, item, tile, stretch.count - done, config.rows)
+        while at < end:
+            segment = segment_at(lengths, shape, b, item, tile, end - at, config.rows)
             seq, chunk, head = segment.seq, segment.chunk, segment.head
             b = segment.b
             if const_expr(not config.loader_only):
@@ -211,7 +212,7 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                     buffer = buffer ^ 1
             if const_expr(not config.loader_only):
                 self.reduce_sums(state)
-                line_start = stretch.begin + done - tile
+                line_start = at - tile
                 ends = tile + segment.count == seq.tiles
                 split = Int32(0)
                 if shape.splits != 0:
@@ -224,18 +225,15 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
                 else:
                     self.write_partial(partial, acc, state, v_scale, chunk, slot)
-                    if ends | (done + segment.count >= stretch.count):
-                        if started == 0:
-                            begun = Int32(1)
-                        else:
-                            continued = Int32(1)
+                    if ends | (at + segment.count >= end):
+                        shared = shared | cutlass.select_(started == 0, Int32(2), Int32(1))
                         self.arrive(partial, stretch, segment, line_start, started, tile)
-            done = done + segment.count
+            at = at + segment.count
             b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
             if tile == 0:
                 started = Int32(0)
         if const_expr(not config.loader_only):
-            if continued != 0:
+            if (shared & 1) != 0:
                 self.finish(output, partial, Int32(0))
-            if begun != 0:
+            if (shared & 2) != 0:
                 self.finish(output, partial, Int32(1))

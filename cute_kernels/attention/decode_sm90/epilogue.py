@@ -131,12 +131,11 @@ class Epilogue(ConsumerLane):
         Rows past the chunk, which nobody reads, take those of its last row.
         """
         last = chunk.rows_end - chunk.first_row - 1
-        # Rows whose loads are in flight together: as many as leave registers for all of acc.
-        batch = 2 if self.row_blocks == 1 else 1
         for n in cutlass.range_constexpr(self.row_blocks):
-            for first in cutlass.range_constexpr(0, 2, batch):
+            # A branch a row block: loads of several of them in flight at once would spill.
+            if 8 * n <= last:
                 stored = []
-                for r in cutlass.range_constexpr(first, first + batch):
+                for r in cutlass.range_constexpr(2):
                     row = cutlass.min(8 * n + 2 * self.j + r, last)
                     address, state_address = self._part_address(partial, slot, row)
                     elements = [
@@ -144,9 +143,8 @@ class Epilogue(ConsumerLane):
                         for u in range(self.units)
                     ]
                     stored.append((dsl.ld_global_cg_f32x2(state_address), elements))
-                for r in cutlass.range_constexpr(first, first + batch):
-                    before, elements = stored[r - first]
-                    self._fold_row(acc, state, v_scale, n, r, before, elements)
+                for r in cutlass.range_constexpr(2):
+                    self._fold_row(acc, state, v_scale, n, r, *stored[r])
 
     @cute.jit
     def _fold_row(
