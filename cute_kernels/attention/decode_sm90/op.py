@@ -134,22 +134,27 @@ def row_ranges(problem: AttentionProblem, max_rows: int) -> list[tuple[int, int]
 
 def _plan(problem: AttentionProblem, q, k, v, out, row_range: tuple[int, int]) -> SplitKvLaunch:
     heads, head_size = q.shape[1:]
-    kv_heads = k.shape[-2]
     page_size = None if problem.block_table is None else k.shape[1]
-    min_rows, max_rows = row_range
-    packed_rows = min(problem.max_seqlen_q * (heads // kv_heads), max_rows)
+    packed_rows = min(problem.max_seqlen_q * (heads // k.shape[-2]), row_range[1])
     config = _config(head_size, packed_rows, q.dtype, page_size, problem.kv_format)
+    return launch_of(problem, q, k, v, out, config, row_range)
+
+
+def launch_of(
+    problem: AttentionProblem, q, k, v, out, config: DecodeConfig, row_range: tuple[int, int]
+) -> SplitKvLaunch:
+    """The launch of a variant for the sequences with so many packed rows: `row_ranges`."""
     arch = device_arch(q.device.index)
     ctas = grid_ctas(config, arch.sm_count)
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes))
-    fixed = fixed_splits(config, kv_heads) if problem.deterministic else FixedSplits()
+    fixed = fixed_splits(config, k.shape[-2]) if problem.deterministic else FixedSplits()
     function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),
         operand_sizes(problem, k),
-        (*score_scalars(problem), ctas, min_tiles, min_rows, max_rows, *fixed),
+        (*score_scalars(problem), ctas, min_tiles, *row_range, *fixed),
     )
-    workspace = max(2, fixed.splits) * ctas * config.rows * (head_size + 2)
+    workspace = max(2, fixed.splits) * ctas * config.rows * (config.head_size + 2)
     return SplitKvLaunch(function, q.device, arguments, workspace, ctas)
 
 
