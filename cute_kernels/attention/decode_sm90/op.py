@@ -6,7 +6,7 @@ No DSL import at module level: ``can_run`` serves planners and CPU-only machines
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -98,41 +98,39 @@ def run(
     Returns:
         The launch, which serves other addresses as well; None where operands were copied.
     """
-    launches = [
-        run_planned(
-            problem,
-            out,
-            lse,
-            TILE_TOKENS,
-            lambda *operands, rows=rows: _plan(problem, *operands, rows),
-        )
-        for rows in row_ranges(problem, max_rows)
-    ]
-    return together(launches)
-
-
-def row_ranges(problem: AttentionProblem, max_rows: int) -> list[tuple[int, int]]:
-    """(more than, at most): the packed rows of the sequences of each launch.
-
-    One launch, of the variant that the longest query needs; but where bits must not depend on the
-    batch each sequence is served by the variant of its own rows.
-    """
     total_q, heads, head_size = problem.q.shape
-    group = heads // problem.k.shape[-2]
-    batch = problem.cu_seqlens_q.shape[0] - 1
-    most = min(problem.max_seqlen_q * group, max_rows)
-    if not problem.deterministic or batch * problem.max_seqlen_q <= total_q:
+    ranges = [(0, max_rows)]
+    if problem.deterministic:
+        group, batch = heads // problem.k.shape[-2], problem.cu_seqlens_q.shape[0] - 1
+        ranges = row_ranges(head_size, group, batch, total_q, problem.max_seqlen_q, max_rows)
+    return together(
+        [
+            run_planned(problem, out, lse, TILE_TOKENS, partial(_plan, problem, each))
+            for each in ranges
+        ]
+    )
+
+
+def row_ranges(
+    head_size: int, group: int, batch: int, total_q: int, max_seqlen_q: int, max_rows: int
+) -> list[tuple[int, int]]:
+    """(more than, at most): the packed rows of each launch's sequences, where bits must not depend
+    on the batch: a sequence is served by the variant of its own rows then, and not of the longest.
+    """
+    most = min(max_seqlen_q * group, max_rows)
+    if batch * max_seqlen_q <= total_q:  # all have as many
         return [(0, max_rows)]
     ranges, low = [], 0
     for bucket in row_buckets(head_size):
-        high = max_rows if bucket >= most or bucket == row_buckets(head_size)[-1] else bucket
-        if high // group > low // group and low < most:
+        last = bucket >= most or bucket == row_buckets(head_size)[-1]
+        high = max_rows if last else bucket
+        if low < most and high // group > low // group:
             ranges.append((low, high))
         low = bucket
     return ranges
 
 
-def _plan(problem: AttentionProblem, q, k, v, out, row_range: tuple[int, int]) -> SplitKvLaunch:
+def _plan(problem: AttentionProblem, row_range: tuple[int, int], q, k, v, out) -> SplitKvLaunch:
     heads, head_size = q.shape[1:]
     page_size = None if problem.block_table is None else k.shape[1]
     packed_rows = min(problem.max_seqlen_q * (heads // k.shape[-2]), row_range[1])
@@ -143,7 +141,7 @@ def _plan(problem: AttentionProblem, q, k, v, out, row_range: tuple[int, int]) -
 def launch_of(
     problem: AttentionProblem, q, k, v, out, config: DecodeConfig, row_range: tuple[int, int]
 ) -> SplitKvLaunch:
-    """The launch of a variant for the sequences with so many packed rows: `row_ranges`."""
+    """The launch of a variant for the sequences with so many packed rows, see ``row_ranges``."""
     arch = device_arch(q.device.index)
     ctas = grid_ctas(config, arch.sm_count)
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes))
