@@ -217,14 +217,14 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                 split = Int32(0)
                 if shape.splits != 0:
                     split = tile // split_tiles(shape, seq.tiles)
-                slot = slot_to_write(shape, stretch, cta, line_start, started, split)
+                place = slot_to_write(shape, stretch, cta, line_start, started, split)
                 if (shape.splits != 0) & (started == 0) & (tile > 0):
-                    self.fold_into_registers(partial, acc, state, v_scale, chunk, slot)
+                    self.fold_into_registers(partial, acc, state, v_scale, chunk, place)
                     v_scale = Float32(1.0)
                 if ends & (started == 0):
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
                 else:
-                    self.write_partial(partial, acc, state, v_scale, chunk, slot)
+                    self.write_partial(partial, acc, state, v_scale, chunk, place)
                     if ends | (at + segment.count >= end):
                         shared = shared | cutlass.select_(started == 0, Int32(2), Int32(1))
                         self.arrive(partial, stretch, segment, line_start, started, tile)

@@ -145,6 +145,8 @@ class Epilogue(ConsumerLane):
                     stored.append((dsl.ld_global_cg_f32x2(state_address), elements))
                 for r in cutlass.range_constexpr(2):
                     self._fold_row(acc, state, v_scale, n, r, *stored[r])
+        # All warps have read the states before one of them writes the new ones.
+        self.barrier()
 
     @cute.jit
     def _fold_row(
