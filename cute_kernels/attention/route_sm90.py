@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels.arch import device_arch
 from cute_kernels.attention.arguments import AttentionProblem
-from cute_kernels.attention.common.launches import Launch, Launches
+from cute_kernels.attention.common.launches import Launch, together
 from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90 import op as decode_sm90
 from cute_kernels.attention.prefill_sm90 import op as prefill_sm90
@@ -60,15 +60,18 @@ def route(bounds: Bounds, sm_count: int) -> Route:
     if bounds.kv_format == "nvfp4":
         # Only the decode kernel reads it, many rows in chunks.
         return Route(True, False, UNLIMITED)
-    if bounds.deterministic or bounds.kv_format != "fp8_e4m3":
-        # The decode kernel's splits follow the whole batch, a prefill item is one sequence's; and
-        # only the prefill kernel reads 16-bit caches.
+    if bounds.kv_format != "fp8_e4m3":
+        # Only the prefill kernel reads 16-bit caches.
         return Route(False, True, 0)
     most = decode_rows(bounds.head_size)
+    all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
+    if bounds.deterministic:
+        # Bits would depend on the batch if it decided which kernel serves a sequence.
+        long = bounds.max_seqlen_q * bounds.group > most
+        return Route(not (long and all_long), long, 0 if long and all_long else most)
     items = -(-bounds.total_q * bounds.group // rows_of(bounds.head_size)) * bounds.kv_heads
     if bounds.max_seqlen_q * bounds.group <= most or items < sm_count * _MIN_ITEMS_PER_SM:
         return Route(True, False, UNLIMITED)
-    all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
     return Route(not all_long, True, 0 if all_long else most, _capacity(bounds))
 
 
@@ -86,7 +89,7 @@ def can_run(problem: AttentionProblem) -> str | None:
     """Why no SM90 kernel can serve this problem, or None; reads shapes and strides only."""
     if problem.kv_format == "nvfp4":
         return decode_sm90.can_run(problem)
-    if problem.deterministic or problem.kv_format != "fp8_e4m3":
+    if problem.kv_format != "fp8_e4m3":
         return prefill_sm90.can_run(problem)
     return decode_sm90.can_run(problem) or prefill_sm90.can_run(problem)
 
@@ -98,9 +101,7 @@ def run(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None) 
         launches.append(prefill_sm90.run(problem, out, lse, chosen.rows, chosen.capacity))
     if chosen.decode:
         launches.append(decode_sm90.run(problem, out, lse, chosen.rows))
-    if None in launches:
-        return None
-    return launches[0] if len(launches) == 1 else Launches(tuple(launches))
+    return together(launches)
 
 
 def _route_of(problem: AttentionProblem) -> Route:

@@ -161,8 +161,7 @@ def _sm90_boxes(workload: AttentionWorkload) -> list[int]:
 
 
 def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
-    """One variant a box; for FP8 where the calls are deterministic, or a sequence may have more
-    rows than decode takes."""
+    """One variant a box; for FP8 where a sequence may have more rows than decode takes."""
     if not isinstance(workload, AttentionWorkload) or workload.q_dtype not in decode_sm90.Q_DTYPES:
         return []
     storage, head_size = get_kv_cache_dtype(workload.kv_cache_dtype).storage, workload.head_size
@@ -172,7 +171,7 @@ def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
         return []
     rows = workload.group * workload.max_query_tokens
     few = rows <= prefill_sm90.decode_rows(head_size)
-    if storage == "fp8_e4m3" and few and not workload.deterministic:
+    if storage == "fp8_e4m3" and few:
         return []
     needed = [
         prefill_sm90.make_config(head_size, workload.q_dtype, box, storage)
@@ -198,7 +197,7 @@ def _widen_sm90(workload: Workload) -> list[widen_sm90.WidenConfig]:
 
 def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:
     """Every row bucket from one query token's rows on: sequences may have any number of tokens."""
-    if not isinstance(workload, AttentionWorkload) or workload.deterministic:
+    if not isinstance(workload, AttentionWorkload):
         return []
     storage = get_kv_cache_dtype(workload.kv_cache_dtype).storage
     if storage not in decode_sm90.KV_FORMATS or workload.head_size not in decode_sm90.HEAD_SIZES:

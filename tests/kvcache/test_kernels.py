@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.attention.route_sm90 import Bounds, route
 from kvcache import selection
-from tests.kvcache.helpers import PREFILL_16_BITS, PREFILL_SM90, config
+from tests.kvcache.helpers import DECODE_SM90, PREFILL_16_BITS, PREFILL_SM90, config
 
 
 @pytest.mark.parametrize("head_size", (64, 128, 256, 512))
@@ -28,9 +28,6 @@ def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
     )
     if head_size == 512 and kv_cache_dtype == "auto":
         assert "head size 512" in selection.can_run(asked)
-        return
-    if batch_invariant and kv_cache_dtype == "nvfp4":
-        assert "bits independent of the batch" in selection.can_run(asked)
         return
     storage = asked.dtype.storage
     prefill = "prefill_sm90" if storage == "fp8_e4m3" else "prefill_sm90_16_bits"
@@ -68,19 +65,21 @@ def test_caches_of_16_bits_are_read_in_the_dtype_of_the_queries(name, head_size,
 
 
 @pytest.mark.parametrize("name", ("fp8", "auto"))
-def test_batch_invariance_is_served_by_the_prefill_kernel(name):
+def test_batch_invariance_changes_no_kernel(name):
     asked = config(kv_cache_dtype=name, head_size=128, batch_invariant=True)
-    only = PREFILL_SM90 if name == "fp8" else PREFILL_16_BITS
-    assert selection.select_kernels(asked) == (only,)
+    both = (DECODE_SM90, PREFILL_SM90)
+    assert selection.select_kernels(asked) == (both if name == "fp8" else (PREFILL_16_BITS,))
+    assert selection.select_kernels(asked) == selection.select_kernels(
+        config(kv_cache_dtype=name, head_size=128)
+    )
 
 
 def test_decoding_without_split_keys_is_called_slow():
     slow = "does not split a sequence's keys over CTAs: decoding is right, but slow for few"
-    for fields in ({"kv_cache_dtype": "auto"}, {"batch_invariant": True}):
-        asked = config(head_size=128, **fields)
-        assert slow in selection.decode_caveat(asked) and slow in selection.explain(asked)
+    asked = config(head_size=128, kv_cache_dtype="auto")
+    assert slow in selection.decode_caveat(asked) and slow in selection.explain(asked)
     # 128 rows a token: the decode kernel is there for calls that would leave the GPU idle.
-    for fields in ({}, {"num_q_heads": 512}):
+    for fields in ({}, {"num_q_heads": 512}, {"batch_invariant": True}):
         asked = config(head_size=128, **fields)
         assert selection.decode_caveat(asked) is None and slow not in selection.explain(asked)
     with pytest.raises(NotImplementedError, match="head size 96"):

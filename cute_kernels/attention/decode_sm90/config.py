@@ -6,6 +6,7 @@ Import-light: no DSL here, because planners, tests and the registry read these f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cute_kernels.formats import NVFP4_GROUP
 
@@ -207,6 +208,7 @@ _RESIDENCY_NVFP4 = {
     (64, 64): (2, 216),
 }
 _RESIDENCY = {"fp8_e4m3": _RESIDENCY_FP8, "nvfp4": _RESIDENCY_NVFP4}
+_MAX_SPLIT_ELEMENTS = 1 << 18
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608
 
@@ -238,6 +240,27 @@ def grid_ctas(config: DecodeConfig, sm_count: int) -> int:
     if config.ctas_per_sm == 1:
         return sm_count - sm_count % 16 if sm_count >= 16 else sm_count
     return sm_count * config.ctas_per_sm
+
+
+class FixedSplits(NamedTuple):
+    """How items are cut where bits must not depend on the batch: ``tile_schedule.split_tiles``.
+
+    splits: the most of an item; least, most: tiles of one. All 0: items may be cut anywhere.
+    """
+
+    splits: int = 0
+    least: int = 0
+    most: int = 0
+
+
+def fixed_splits(config: DecodeConfig, kv_heads: int) -> FixedSplits:
+    """A function of what all sequences of a launch have in common, and not of their number."""
+    most = 32 if config.head_size == 64 else 16
+    if kv_heads == 1 and config.rows <= 16:
+        most = most // 2
+    # Partial results of so many splits a CTA are kept.
+    splits = min(64, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
+    return FixedSplits(splits, 4, most)
 
 
 def row_bucket(head_size: int, packed_rows: int) -> int:

@@ -83,7 +83,8 @@ def operand_types(config: DecodeConfig):
 class Scalars(NamedTuple):
     """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid.
 
-    max_rows: sequences of more packed rows are not written.
+    min_rows, max_rows: sequences of at most so many, or of more packed rows are not written.
+    splits, split_least, split_most: see ``tile_schedule.Shape``.
     """
 
     softmax_scale: Float32
@@ -92,7 +93,11 @@ class Scalars(NamedTuple):
     window_right: Int32
     ctas: Int32
     min_tiles: Int32
+    min_rows: Int32
     max_rows: Int32
+    splits: Int32
+    split_least: Int32
+    split_most: Int32
 
 
 class DecodeSm90:
@@ -126,12 +131,16 @@ class DecodeSm90:
             scalars.window_left,
             scalars.window_right,
             scalars.min_tiles,
+            scalars.min_rows,
             scalars.max_rows,
+            scalars.splits,
+            scalars.split_least,
+            scalars.split_most,
         )
         source = launch.pages(at, strides, sizes)
         if const_expr(config.block_scaled):
             source = source._replace(block_scales=launch.block_scales(at, strides))
-        partial = self._workspace(mWorkspace, at.counters, scalars.ctas)
+        partial = self._workspace(mWorkspace, at.counters, scalars.ctas, scalars.splits)
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
                 Float16,
@@ -151,15 +160,17 @@ class DecodeSm90:
             cooperative=COOPERATIVE,
         )
 
-    def _workspace(self, mWorkspace: cute.Tensor, counters: cute.Pointer, ctas: Int32) -> Partial:
+    def _workspace(
+        self, mWorkspace: cute.Tensor, counters: cute.Pointer, ctas: Int32, splits: Int32
+    ) -> Partial:
         """Cut the float32 workspace (op.py sizes it) into its parts."""
         rows, D = self.config.rows, self.config.head_size
-        slots = 2 * ctas
+        slots = ctas * cutlass.max(splits, Int32(2))
         base = mWorkspace.iterator
-        lse = base + Int64(slots) * (rows * D)
+        state = base + Int64(slots) * (rows * D)
         return Partial(
             cute.make_tensor(base, cute.make_layout((slots, rows, D), stride=(rows * D, D, 1))),
-            cute.make_tensor(lse, cute.make_layout((slots, rows), stride=(rows, 1))),
+            cute.make_tensor(state, cute.make_layout((slots, rows, 2), stride=(rows * 2, 2, 1))),
             cute.make_tensor(counters, cute.make_layout(ctas)),
         )
 
