@@ -60,6 +60,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
+    """kv_heads: sets of ``abreast`` heads, of which the CTAs have the one at ``place``."""
+
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     kv_heads: int = 1
@@ -70,13 +72,16 @@ class Batch:
     max_ctas: int = 8
     min_tiles: int = 1
     splits: tuple[int, int, int] = (0, 0, 0)
+    abreast: int = 1
+    place: int = 0
 
     @cached_property
     def shape(self) -> Any:
         magic = -(-(1 << 32) // self.group)
         heads = (self.kv_heads, self.group, magic)
         limits = (self.left, self.right, self.min_tiles, 0, plan.UNLIMITED)
-        return plan.Shape(len(self.kv_lens), *heads, *limits, *self.splits)
+        sets = (self.abreast, self.place)
+        return plan.Shape(len(self.kv_lens), *heads, *limits, *self.splits, *sets)
 
     @cached_property
     def lengths(self) -> Any:
@@ -132,7 +137,8 @@ class Batch:
             slot = fixup.slot_to_write(self.shape, stretch, cta, start, started, split)
             where = (cta, segment.b, segment.item, tile, segment.count, start)
             parts.append(Part(*where, segment.chunk, started, slot))
-            assert segment.head == segment.item % self.kv_heads
+            head_set = segment.item % self.kv_heads
+            assert segment.head == head_set * self.abreast + self.place
             done += segment.count
             b, item, tile = plan.after_segment(segment, self.shape, tile, stretch.item_step)
             started = started if tile else 0
@@ -284,6 +290,7 @@ def batches(draw: Any) -> Batch:
         kv, q = draw(st.tuples(KV_LENS, Q_LENS))
         pairs = [(kv << k, q >> k) for k in draw(st.sampled_from(((0,), (0, 1), (2, 0))))]
         pairs = (pairs * size)[:size]
+    abreast = draw(st.sampled_from((1, 2, 4)))
     return Batch(
         kv_lens=tuple(kv for kv, _ in pairs),
         q_lens=tuple(q for _, q in pairs),
@@ -295,6 +302,8 @@ def batches(draw: Any) -> Batch:
         max_ctas=draw(st.integers(1, 40)),
         min_tiles=draw(st.sampled_from((1, 2, 8, 16))),
         splits=draw(st.sampled_from(((0, 0, 0), (0, 0, 0), (8, 4, 16), (64, 4, 8), (3, 1, 2)))),
+        abreast=abreast,
+        place=draw(st.integers(0, abreast - 1)),
     )
 
 

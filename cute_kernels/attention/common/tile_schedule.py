@@ -7,6 +7,9 @@ end and the resulting line of tiles is cut into equal stretches, one a CTA ("str
 takes the tail of one item, whole items, and the head of another: at most two partial results,
 whatever the lengths are, and no CTA is left with a long sequence of its own.
 
+Where a token's KV heads share lines of memory, as many CTAs side by side as heads have the same
+stretch, a head each (``abreast``): the line is one of head sets then, and "CTA" means so many.
+
 Where bits must not depend on the batch, items consist of *splits* of a length that follows from
 their own tiles alone (``split_tiles``), and a CTA takes the splits that begin in its stretch.
 
@@ -46,6 +49,7 @@ class Lengths(NamedTuple):
 class Shape(NamedTuple):
     """Run-time numbers that all roles need.
 
+    head_sets: sets of ``abreast`` neighbouring KV heads; place: this CTA's head in them.
     group: query heads per KV head; group_magic: ceil(2^32 / group), for an exact division.
     window_left, window_right: visible keys beside a row's own position, ``UNLIMITED`` for all.
     min_tiles: a CTA takes at least as many tiles, if it takes part at all.
@@ -56,7 +60,7 @@ class Shape(NamedTuple):
     """
 
     batch: Int32
-    kv_heads: Int32
+    head_sets: Int32
     group: Int32
     group_magic: Int64
     window_left: Int32
@@ -67,6 +71,8 @@ class Shape(NamedTuple):
     splits: Int32
     split_least: Int32
     split_most: Int32
+    abreast: Int32
+    place: Int32
 
 
 class Sequence(NamedTuple):
@@ -186,8 +192,8 @@ def segment_at(
     if shape.splits != 0:
         most = split_tiles(shape, seq.tiles)
     count = cutlass.min(seq.tiles - tile, most)
-    chunk_index = item // shape.kv_heads
-    head = item - chunk_index * shape.kv_heads
+    chunk_index = item // shape.head_sets
+    head = (item - chunk_index * shape.head_sets) * shape.abreast + shape.place
     chunk = chunk_of(seq, shape, chunk_index, tile, count, rows)
     low = cutlass.max(seq.used - seq.q_len - shape.window_left, Int32(0))
     return Segment(b, item, head, count, low, seq, chunk)
@@ -197,7 +203,7 @@ def segment_at(
 def next_item(segment: Segment, shape: Shape, step: Int32):
     """(sequence, item) ``step`` items after a segment's; more than one only where all sequences
     have equally many."""
-    items = segment.seq.chunks * shape.kv_heads
+    items = segment.seq.chunks * shape.head_sets
     item = segment.item + step
     carry = item // items
     return segment.b + carry, item - carry * items
@@ -230,7 +236,7 @@ def _work(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr):
     if b < shape.batch:
         seq = sequence(lengths, shape, b, rows)
         tiles = seq.tiles
-        work = tiles * seq.chunks * shape.kv_heads
+        work = tiles * seq.chunks * shape.head_sets
     return work, tiles
 
 

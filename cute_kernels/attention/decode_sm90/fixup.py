@@ -315,7 +315,10 @@ class Fixup(ConsumerLane):
     @cute.jit
     def write_rows_without_keys(self, output: Output, lengths: Lengths, cta: Int32, ctas: Int32):
         """Rows of sequences that have no tile: output 0, LSE the sink or -inf."""
-        heads = self.shape.kv_heads * self.shape.group
+        shape = self.shape
+        heads = shape.head_sets * shape.abreast * shape.group
+        cta = cta * shape.abreast + shape.place
+        ctas = ctas * shape.abreast
         for b in cutlass.range(cta, self.shape.batch, ctas, unroll=1):
             seq = sequence(lengths, self.shape, b, self.config.rows)
             blocks = seq.q_len * heads * (self.config.head_size // 4)

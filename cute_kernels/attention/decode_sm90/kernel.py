@@ -84,7 +84,7 @@ class Scalars(NamedTuple):
     """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid.
 
     min_rows, max_rows: sequences of at most so many, or of more packed rows are not written.
-    splits, split_least, split_most: see ``tile_schedule.Shape``.
+    splits, split_least, split_most, abreast: see ``tile_schedule.Shape``; abreast divides ctas.
     """
 
     softmax_scale: Float32
@@ -98,6 +98,20 @@ class Scalars(NamedTuple):
     splits: Int32
     split_least: Int32
     split_most: Int32
+    abreast: Int32
+
+
+def partial_of_place(partial: Partial, shape: Shape) -> Partial:
+    """What belongs to the CTAs with one place in the head sets: an equal part of everything."""
+
+    def part(tensor: cute.Tensor) -> cute.Tensor:
+        rows = cute.size(tensor, mode=[0]) // shape.abreast
+        first = rows * shape.place
+        if const_expr(cute.rank(tensor) > 1):
+            first = (first, *[0] * (cute.rank(tensor) - 1))
+        return cute.domain_offset(first, tensor)
+
+    return Partial(*[part(tensor) for tensor in partial])
 
 
 class DecodeSm90:
@@ -123,9 +137,10 @@ class DecodeSm90:
         scales = launch.scales(at, strides, sizes, scalars.softmax_scale, scalars.softcap)
         mCuQ = cute.make_tensor(at.cu_q, cute.make_layout(sizes.batch + 1))
         lengths = launch.lengths(at, mCuQ, sizes)
+        abreast = scalars.abreast if config.heads_in_line > 1 else 1
         shape = Shape(
             sizes.batch,
-            sizes.kv_heads,
+            sizes.kv_heads // abreast,
             sizes.group,
             sizes.group_magic,
             scalars.window_left,
@@ -136,6 +151,8 @@ class DecodeSm90:
             scalars.splits,
             scalars.split_least,
             scalars.split_most,
+            Int32(abreast),
+            Int32(0),
         )
         source = launch.pages(at, strides, sizes)
         if const_expr(config.block_scaled):
@@ -203,6 +220,14 @@ class DecodeSm90:
             cute.arch.mbarrier_init_fence()
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
+        if const_expr(config.heads_in_line > 1):
+            ctas = ctas // shape.abreast
+            place = cta % shape.abreast
+            cta = cta // shape.abreast
+            shape = shape._replace(place=place)
+            partial = partial_of_place(partial, shape)
+        else:
+            shape = shape._replace(abreast=Int32(1), place=Int32(0))
         stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
         cute.arch.sync_threads()
         if warp >= PRODUCER_WARP:

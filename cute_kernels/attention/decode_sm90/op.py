@@ -143,17 +143,32 @@ def launch_of(
 ) -> SplitKvLaunch:
     """The launch of a variant for the sequences with so many packed rows, see ``row_ranges``."""
     arch = device_arch(q.device.index)
+    abreast = heads_abreast(config, k)
     ctas = grid_ctas(config, arch.sm_count)
+    ctas = ctas - ctas % abreast
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.stage_bytes))
     fixed = fixed_splits(config, k.shape[-2]) if problem.deterministic else FixedSplits()
     function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),
         operand_sizes(problem, k),
-        (*score_scalars(problem), ctas, min_tiles, *row_range, *fixed),
+        (*score_scalars(problem), ctas, min_tiles, *row_range, *fixed, abreast),
     )
     workspace = max(2, fixed.splits) * ctas * config.rows * (config.head_size + 2)
     return SplitKvLaunch(function, q.device, arguments, workspace, ctas)
+
+
+def heads_abreast(config: DecodeConfig, k: torch.Tensor) -> int:
+    """How many neighbouring KV heads are read in step by CTAs side by side (``heads_in_line``).
+
+    1 where a head's rows lie one behind the other (HND).
+    """
+    if k.stride(-2) * k.element_size() != config.head_bytes:
+        return 1
+    wanted = config.heads_in_line
+    while k.shape[-2] % wanted:
+        wanted //= 2
+    return wanted
 
 
 @cache
