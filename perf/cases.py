@@ -161,14 +161,16 @@ QUICK_CASES = tuple(cases[i] for cases in (DECODE_CASES, NVFP4_CASES) for i in (
 
 
 def select_cases(patterns: tuple[str, ...]) -> list[DecodeCase]:
-    """Cases whose name contains one of the patterns (ignoring case); all of them without any.
+    """Cases whose name contains one of the patterns (ignoring case), or is one of them; all of them
+    without any.
 
     Raises:
         ValueError: a pattern that no case matches.
     """
     chosen = []
     for pattern in patterns:
-        found = [case for case in ALL_CASES if pattern.lower() in case.name.lower()]
+        found = [case for case in ALL_CASES if pattern == case.name]
+        found = found or [case for case in ALL_CASES if pattern.lower() in case.name.lower()]
         if not found:
             known = ", ".join(case.name for case in ALL_CASES)
             raise ValueError(f"no case matches {pattern!r}; known: {known}")

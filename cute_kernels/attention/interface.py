@@ -92,8 +92,10 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         deterministic: a sequence's bits do not depend on the rest of the batch. They may depend on
             its own query tokens: with another number of them in the call, or others beside a token,
             a token's bits may be others. Sequences with unlike numbers of query tokens are served
-            by several launches then, so that no sequence's number decides for another. (The same
-            call gives the same bits in any case.)
+            by several launches then, so that no sequence's number decides for another; where q has
+            B * max_seqlen_q rows (padding counts), all are taken to have max_seqlen_q query tokens,
+            and shorter ones get the bits of that launch. (The same call gives the same bits in any
+            case.)
         fa_version: None or 4.
         v_scale_layout: order of v_block_scale in a page; "linear". (What a store wrote as "sm100"
             is refused: nothing in the bytes tells the two apart.)

@@ -94,6 +94,7 @@ def test_case_selection():
         BALANCE_CASES, key=lambda case: case.lengths != "log-normal"
     )
     assert select_cases(("nvfp4",)) == list(NVFP4_CASES)
+    assert select_cases((TABLE[0], TABLE[6])) == [DECODE_CASES[0], DECODE_CASES[6]]
     with pytest.raises(ValueError, match="no case matches 'D96'"):
         select_cases(("D96",))
 

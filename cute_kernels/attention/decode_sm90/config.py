@@ -198,7 +198,7 @@ _RESIDENCY_FP8 = {
     (128, 64): (2, 216),
     (64, 8): (2, 0),
     (64, 16): (2, 0),
-    (64, 32): (3, 0),
+    (64, 32): (2, 0),
     (64, 64): (2, 216),
 }
 # NVFP4 is bound by the issue of instructions, not by loads: it wants more warps, as long as nothing
@@ -266,14 +266,16 @@ class FixedSplits(NamedTuple):
     most: int = 0
 
 
-def fixed_splits(config: DecodeConfig, kv_heads: int) -> FixedSplits:
-    """A function of what all sequences of a launch have in common, and not of their number."""
-    most = 32 if config.head_size == 64 else 16
-    if kv_heads == 1 and config.rows <= 16:
-        most = most // 2
+def fixed_splits(config: DecodeConfig) -> FixedSplits:
+    """A function of what all sequences of a launch have in common, and not of their number.
+
+    A split's first and last tile cost 1 to 2 us: splits have 256 KiB of an FP8 cache at least
+    (H200, 2026-11-30: perf/NOTES.md; 8 tiles cost 8 to 14 % where 16 cost 2 to 5).
+    """
+    least = 2048 // config.head_size
     # Partial results of so many splits a CTA are kept.
     splits = min(64, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
-    return FixedSplits(splits, 4, most)
+    return FixedSplits(splits, least, max(16, least))
 
 
 def row_bucket(head_size: int, packed_rows: int) -> int:

@@ -227,7 +227,7 @@ class Consumer(QueryLoading, TileMath, Epilogue, Fixup):
                     self.write_partial(partial, acc, state, v_scale, chunk, place)
                     if ends | (at + segment.count >= end):
                         shared = shared | cutlass.select_(started == 0, Int32(2), Int32(1))
-                        self.arrive(partial, stretch, segment, line_start, started, tile)
+                        self.arrive(partial, stretch, segment, line_start, started, tile, cta)
             at = at + segment.count
             b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
             if tile == 0:

@@ -146,6 +146,7 @@ class Fixup(ConsumerLane):
         line_start: Int32,
         started: Int32,
         tile: Int32,
+        cta: Int32,
     ):
         """Tell the item's CTAs that this CTA's parts have been written, and keep the item in mind.
 
@@ -158,7 +159,7 @@ class Fixup(ConsumerLane):
             first = cta_of_tile(line_start, stretch.total, stretch.ctas)
             last = cta_of_tile(line_start + tiles - 1, stretch.total, stretch.ctas)
             pieces = last - first + 1
-            own = cta_of_tile(line_start + started, stretch.total, stretch.ctas) - first
+            own = cta - first
             count = Int32(1)
             begun = Int32(1)
             if self.shape.splits != 0:
@@ -236,7 +237,11 @@ class Fixup(ConsumerLane):
         group: Int32,
         groups: Int32,
     ):
-        """(reference, sum, four elements): the left fold over parts group, group + groups, ..."""
+        """(reference, sum, four elements) over parts group, group + groups, ...
+
+        Of splits the left fold over all of them; of other parts sums a batch at a time, which is
+        1 us less where there are many (H200, B1 S32768 64/8 D128).
+        """
         rows, head_size = self.config.rows, self.config.head_size
         base_o = partial.mO.iterator.toint() + (row * head_size + element) * 4
         base_state = partial.mState.iterator.toint() + row * 8
@@ -255,15 +260,40 @@ class Fixup(ConsumerLane):
                 slot = Int64(slot_of_part(parts, part))
                 states.append(dsl.ld_global_cg_f32x2(base_state + slot * (rows * 8)))
                 values.append(dsl.ld_global_cg_f32x4(base_o + slot * (rows * head_size * 4)))
-            for i in cutlass.range_constexpr(_BATCH):
-                if first + i * groups < parts.count:
-                    fold = fold_of(top, states[i][0])
-                    top = fold.top
-                    total = dsl.fma(states[i][1], fold.weight, total * fold.keep)
-                    o0 = dsl.fma(values[i][0], fold.weight, o0 * fold.keep)
-                    o1 = dsl.fma(values[i][1], fold.weight, o1 * fold.keep)
-                    o2 = dsl.fma(values[i][2], fold.weight, o2 * fold.keep)
-                    o3 = dsl.fma(values[i][3], fold.weight, o3 * fold.keep)
+            if self.shape.splits == 0:
+                new_top = top
+                tops = []
+                for i in cutlass.range_constexpr(_BATCH):
+                    part_top = Float32(dsl.NEG_INF)
+                    if first + i * groups < parts.count:
+                        part_top = states[i][0]
+                    tops.append(part_top)
+                    new_top = dsl.fmax(new_top, part_top)
+                reference = cutlass.select_(new_top == dsl.NEG_INF, Float32(0.0), new_top)
+                keep = dsl.exp2(top - reference)
+                total = total * keep
+                o0 = o0 * keep
+                o1 = o1 * keep
+                o2 = o2 * keep
+                o3 = o3 * keep
+                for i in cutlass.range_constexpr(_BATCH):
+                    weight = dsl.exp2(tops[i] - reference)
+                    total = total + weight * states[i][1]
+                    o0 = o0 + weight * values[i][0]
+                    o1 = o1 + weight * values[i][1]
+                    o2 = o2 + weight * values[i][2]
+                    o3 = o3 + weight * values[i][3]
+                top = new_top
+            else:
+                for i in cutlass.range_constexpr(_BATCH):
+                    if first + i * groups < parts.count:
+                        fold = fold_of(top, states[i][0])
+                        top = fold.top
+                        total = dsl.fma(states[i][1], fold.weight, total * fold.keep)
+                        o0 = dsl.fma(values[i][0], fold.weight, o0 * fold.keep)
+                        o1 = dsl.fma(values[i][1], fold.weight, o1 * fold.keep)
+                        o2 = dsl.fma(values[i][2], fold.weight, o2 * fold.keep)
+                        o3 = dsl.fma(values[i][3], fold.weight, o3 * fold.keep)
         return top, total, o0, o1, o2, o3
 
     @cute.jit
