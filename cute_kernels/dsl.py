@@ -176,9 +176,9 @@ def ld_global_cg_f32x4(address: Int64, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def ld_global_cg_f32(address: Int64, *, loc=None, ip=None):
-    """As ``ld_global_cg_f32x4``, one element."""
-    return _asm([Float32], [address], "ld.global.cg.f32 $0, [$1];", "=f,l", True, loc, ip)
+def ld_global_cg_f32x2(address: Int64, *, loc=None, ip=None):
+    ptx = "ld.global.cg.v2.f32 {$0,$1}, [$2];"
+    return _asm([Float32] * 2, [address], ptx, "=f,=f,l", True, loc, ip)
 
 
 @dsl_user_op

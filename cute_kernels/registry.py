@@ -142,7 +142,7 @@ def _decode_sm90(name: str, kv_formats: tuple[str, ...]) -> KernelContract:
         preferred_page_size=config.TILE_TOKENS,
         rows_per_pass=tuple((size, config.row_buckets(size)[-1]) for size in config.HEAD_SIZES),
         kv_layouts=("NHD", "HND", "interleaved"),
-        features=(*_SM90_FEATURES, "split_keys"),
+        features=(*_SM90_FEATURES, "split_keys", "batch_invariant"),
     )
 
 

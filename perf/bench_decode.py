@@ -18,6 +18,7 @@ from dataclasses import replace
 import click
 from tqdm import tqdm
 
+from perf.baselines.loader import loader_calls
 from perf.cases import ALL_CASES, QUICK_CASES, DecodeCase, select_cases
 from perf.command import begin, finish
 from perf.inputs import ROTATED_BYTES, InputSet, KVPool, make_input_sets
@@ -82,12 +83,15 @@ def measure(
     }
     contenders = [Contender(p.name, tuple(p.bind(inputs) for inputs in sets)) for p in right]
     if contenders:
-        rotating = time_rotating(contenders, rounds)
+        load = loader_calls(sets)
+        rotating = time_rotating(contenders + ([Contender("loader", load)] if load else []), rounds)
         single = time_single(contenders, rounds)
         host = time_host(contenders)
         for i, contender in enumerate(contenders):
             error = results[contender.name].rel_error
-            results[contender.name] = Measurement(OK, error, rotating[i], single[i], host[i])
+            results[contender.name] = Measurement(
+                OK, error, rotating[i], single[i], host[i], loader=rotating[-1] if load else None
+            )
     return results, method
 
 

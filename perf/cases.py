@@ -7,14 +7,23 @@ dropped for being slow: a case that we lose stays in the table.
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
+
+# What `DecodeCase.lengths` may be.
+UNIFORM, LOG_NORMAL, ONE_LONG = "uniform", "log-normal", "one 128k"
+SIGMA, LONG = 1.2, 131_072
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """Paged decode attention; every sequence has `kv_len` keys and `q_len` query tokens.
+    """Paged decode attention; every sequence has `q_len` query tokens.
 
+    lengths: "uniform": every sequence has `kv_len` keys; "log-normal": drawn with sigma 1.2 and
+    mean `kv_len`; "one 128k": the first has 131072 keys, the others `kv_len`.
     window: keys that a query sees, its own included; 0 for all of them.
     one_scale: K and V have one scale for all sequences and heads, as some peers need.
     """
@@ -31,6 +40,7 @@ class DecodeCase:
     kv_cache_dtype: str = "fp8_e4m3"
     seed: int = 0
     one_scale: bool = False
+    lengths: str = UNIFORM
 
     @property
     def name(self) -> str:
@@ -41,6 +51,8 @@ class DecodeCase:
             text += f" q{self.q_len}"
         if self.window:
             text += f" w{self.window}"
+        if self.lengths != UNIFORM:
+            text += f" {self.lengths}"
         if self.one_scale:
             text += " one scale"
         if self.kv_cache_dtype != "fp8_e4m3":
@@ -61,17 +73,35 @@ class DecodeCase:
         """The left bound of `window_size`: keys before the query's own position, -1 for all."""
         return self.window - 1
 
+    @cached_property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Keys of each sequence, the same in every run."""
+        if self.lengths == UNIFORM:
+            return (self.kv_len,) * self.batch
+        if self.lengths == ONE_LONG:
+            return (LONG,) + (self.kv_len,) * (self.batch - 1)
+        draw = random.Random(self.seed)
+        mu = math.log(self.kv_len) - SIGMA**2 / 2
+        return tuple(max(1, round(draw.lognormvariate(mu, SIGMA))) for _ in range(self.batch))
+
     @property
-    def pages_per_sequence(self) -> int:
-        return -(-self.kv_len // self.page_size)
+    def longest(self) -> int:
+        return max(self.kv_lens)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Of each sequence."""
+        return tuple(-(-length // self.page_size) for length in self.kv_lens)
 
     def workload(self) -> dict[str, Any]:
         """What makes two measurements of this case comparable, timing and machine aside."""
+        ragged = {} if self.lengths == UNIFORM else {"kv_lens": list(self.kv_lens)}
         return {
+            **ragged,
             "op": "decode",
             "batch": self.batch,
             "kv_len": self.kv_len,
-            "kv_len_distribution": "uniform",
+            "kv_len_distribution": self.lengths,
             "q_len": self.q_len,
             "num_q_heads": self.num_q_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -108,7 +138,26 @@ DECODE_CASES = (
 NVFP4_CASES = tuple(replace(case, kv_cache_dtype="nvfp4") for case in DECODE_CASES)
 # And from a cache in the queries' dtype, of twice the bytes: what quantizing is worth.
 BF16_CASES = tuple(replace(case, kv_cache_dtype="bf16") for case in DECODE_CASES)
-ALL_CASES = DECODE_CASES + NVFP4_CASES + BF16_CASES
+# Batches in which a sequence must not keep the others waiting.
+BALANCE_CASES = tuple(
+    DecodeCase(64, kv_len, *heads, lengths=lengths)
+    for lengths, kv_len in ((LOG_NORMAL, 4096), (ONE_LONG, 1024))
+    for heads in ((32, 4, 512), (64, 8, 128))
+)
+# Draft tokens that are verified: the same bytes for more rows. Up to 32 packed rows, and 64.
+VERIFY_CASES = (
+    DecodeCase(64, 8192, 32, 4, 512, q_len=2),
+    DecodeCase(64, 8192, 32, 4, 512, q_len=4),
+    DecodeCase(32, 8192, 8, 1, 512, q_len=2),
+    DecodeCase(32, 8192, 64, 8, 128, q_len=2),
+    DecodeCase(32, 8192, 64, 8, 128, q_len=4),
+    DecodeCase(32, 8192, 64, 8, 128, q_len=8),
+    DecodeCase(64, 8192, 16, 1, 128, q_len=2),
+    DecodeCase(64, 8192, 16, 1, 128, q_len=4),
+    DecodeCase(32, 8192, 64, 8, 64, q_len=4),
+    DecodeCase(32, 8192, 64, 8, 64, q_len=8),
+)
+ALL_CASES = DECODE_CASES + NVFP4_CASES + BF16_CASES + BALANCE_CASES + VERIFY_CASES
 # One case of each head size, short ones: a smoke test, not a result.
 QUICK_CASES = tuple(
     cases[i] for cases in (DECODE_CASES, NVFP4_CASES, BF16_CASES) for i in (1, 8, 10, 11)
@@ -116,14 +165,16 @@ QUICK_CASES = tuple(
 
 
 def select_cases(patterns: tuple[str, ...]) -> list[DecodeCase]:
-    """Cases whose name contains one of the patterns (ignoring case); all of them without any.
+    """Cases whose name contains one of the patterns (ignoring case), or is one of them; all of them
+    without any.
 
     Raises:
         ValueError: a pattern that no case matches.
     """
     chosen = []
     for pattern in patterns:
-        found = [case for case in ALL_CASES if pattern.lower() in case.name.lower()]
+        found = [case for case in ALL_CASES if pattern == case.name]
+        found = found or [case for case in ALL_CASES if pattern.lower() in case.name.lower()]
         if not found:
             known = ", ".join(case.name for case in ALL_CASES)
             raise ValueError(f"no case matches {pattern!r}; known: {known}")

@@ -83,7 +83,7 @@ class InputSet:
 
 def kv_side_bytes(case: DecodeCase) -> int:
     """Bytes of K (or of V) of all sequences of a case, keys outside the window included."""
-    tokens = case.batch * case.pages_per_sequence * case.page_size
+    tokens = sum(case.pages) * case.page_size
     return int(tokens * case.num_kv_heads * case.head_size * ELEMENT_BYTES[case.kv_cache_dtype])
 
 
@@ -160,12 +160,21 @@ def make_input_sets(
     kv = pool.views(case)
     k = kv["k"]
     device = str(k.device)
-    pages_per_set = case.batch * case.pages_per_sequence
+    pages_per_set = sum(case.pages)
     count = min(count or set_count(case), k.shape[0] // pages_per_set)
     generator = torch.Generator(device).manual_seed(case.seed if seed is None else seed)
     order = torch.randperm(k.shape[0], generator=generator, device=device).to(torch.int32)
-    tables = order[: count * pages_per_set].view(count, case.batch, case.pages_per_sequence)
-    return [_make_set(case, kv, table.contiguous(), generator) for table in tables]
+    pages = order[: count * pages_per_set].view(count, pages_per_set)
+    return [_make_set(case, kv, _block_table(case, each), generator) for each in pages]
+
+
+def _block_table(case: DecodeCase, pages: torch.Tensor) -> torch.Tensor:
+    """(batch, most pages of a sequence) int32: these pages, sequence by sequence; 0 behind them."""
+    counts = torch.tensor(case.pages, device=pages.device)
+    used = torch.arange(max(case.pages), device=pages.device) < counts[:, None]
+    table = torch.zeros(used.shape, dtype=torch.int32, device=pages.device)
+    table[used] = pages
+    return table
 
 
 def _make_set(
@@ -193,14 +202,14 @@ def _make_set(
         **kv,
         q=q,
         block_table=table,
-        seqused_k=torch.full((case.batch,), case.kv_len, dtype=torch.int32, device=device),
+        seqused_k=torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
         cu_seqlens_q=torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.q_len,
         k_descale=descale(),
         v_descale=descale(),
         out=torch.empty_like(q),
         lse=torch.empty((shape[1], shape[0]), dtype=torch.float32, device=device),
         max_seqlen_q=case.q_len,
-        max_seqlen_k=case.kv_len,
+        max_seqlen_k=case.longest,
         softmax_scale=case.head_size**-0.5,
         window_left=case.window_left,
     )

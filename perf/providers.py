@@ -46,10 +46,11 @@ class Provider:
         return NOT_IMPLEMENTED if self.bind is None else None
 
 
-def _bind_cute_kernels(inputs: InputSet) -> Call:
+def _bind_cute_kernels(inputs: InputSet, deterministic: bool = False) -> Call:
     from cute_kernels import flash_attn_varlen_func
 
-    return partial(flash_attn_varlen_func, **varlen_arguments(inputs), out=inputs.out)
+    arguments = {**varlen_arguments(inputs), "deterministic": deterministic}
+    return partial(flash_attn_varlen_func, **arguments, out=inputs.out)
 
 
 def varlen_arguments(inputs: InputSet) -> dict[str, object]:
@@ -101,6 +102,14 @@ PROVIDERS = (
         "cute_kernels",
         _bind_cute_kernels,
         kv_cache_dtypes=("fp8_e4m3", "nvfp4", "bf16", "fp16"),
+    ),
+    # the same kernel with bits that do not depend on the batch: what that costs
+    Provider(
+        "cute_kernels_deterministic",
+        "cute_kernels",
+        partial(_bind_cute_kernels, deterministic=True),
+        on_request=True,
+        kv_cache_dtypes=("fp8_e4m3", "nvfp4"),
     ),
     Provider("triton_baseline", "triton", _bind_triton_baseline),
     Provider("flashinfer_xqa", "flashinfer", peers.flashinfer_xqa, max_relative_error=5e-2),

@@ -114,7 +114,8 @@ KINDS = (
         read=read_rows,
         table=_whole,
         about=f"{SHAPES} TB/s count each K and V byte that the mask shows once; the read ceiling "
-        "is what a large reduction reads in the same process, and a kernel may read faster.",
+        "is what a large reduction reads in the same process, and a kernel may read faster. "
+        "`of the loader`: of what our kernel's loads alone reach there.",
         details="`min..max`: over the rounds. `1/graph` and `host`: us with one call per graph, "
         "and of the host for an eager call. `error`: relative, against float64.",
         plot=plots.decode,

@@ -42,13 +42,14 @@ def _times_ours(row: Row, group: Sequence[Row]) -> str:
 
 def _cells(row: Row, group: Sequence[Row]) -> list[str]:
     if row["status"] != OK:
-        return [row["status"].split(":")[0], *[""] * 7]
+        return [row["status"].split(":")[0], *[""] * 8]
     return [
         f"{row['median_us']:.1f}",
         f"{row['min_us']:.1f}..{row['max_us']:.1f}",
         _times_ours(row, group),
         f"{row['tb_per_s']:.2f}",
         f"{row['pct_of_ceiling']:.0f}%",
+        f"{row['pct_of_loader']:.0f}%" if "pct_of_loader" in row else "",
         f"{row['single_call_us']:.1f}",
         f"{row['host_us']:.0f}",
         f"{row['rel_error']:.1e}",
@@ -60,7 +61,8 @@ def make_table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, padding=(0, 1))
     table.add_column("case", no_wrap=True)
     table.add_column("provider", no_wrap=True)
-    columns = ("us", "min..max", "vs ours", "TB/s", "ceiling", "1/graph us", "host us", "error")
+    columns = ("us", "min..max", "vs ours", "TB/s", "ceiling", "loader")
+    columns += ("1/graph us", "host us", "error")
     for name in columns:
         table.add_column(name, justify="right")
     absent = absent_providers(rows)

@@ -60,7 +60,7 @@ ROW_FIELDS = (
     "fingerprint",
 )
 # Rows of before it was recorded lack it.
-OPTIONAL_FIELDS = ("clocks", "kernels", "ceilings")
+OPTIONAL_FIELDS = ("clocks", "kernels", "ceilings", "loader_us", "pct_of_loader")
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python", "vllm")
 
 
@@ -80,7 +80,8 @@ class Machine:
 @dataclass(frozen=True)
 class Measurement:
     """What one provider did on one case. status: OK, or why there is no time. kernels: what really
-    ran on the device, the longest first; None where nobody looked."""
+    ran on the device, the longest first; None where nobody looked. loader: loading the same keys
+    and values alone, see `perf.baselines.loader`; None where it was not timed."""
 
     status: str
     rel_error: float | None = None
@@ -88,6 +89,7 @@ class Measurement:
     single: Timing | None = None
     host_us: float | None = None
     kernels: list[str] | None = None
+    loader: Timing | None = None
 
 
 def _output_of(*command: str) -> str | None:
@@ -199,11 +201,23 @@ def make_row(
         **{name: getattr(machine, name) for name in (*MACHINE_FIELDS, "clocks")},
         "kernels": measurement.kernels,
         "ceilings": {name: _rounded(value, 4) for name, value in (ceilings or {}).items()},
+        **_of_the_loader(measurement),
         "workload": dict(workload),
         "fingerprint": fingerprint(workload),
     }
     check_row(row)
     return row
+
+
+def _of_the_loader(measurement: Measurement) -> dict[str, float | None]:
+    """What loading alone takes, and how much of its rate the provider has."""
+    loader, timing = measurement.loader, measurement.rotating
+    if loader is None or timing is None:
+        return {}
+    return {
+        "loader_us": _rounded(loader.median_us, 5),
+        "pct_of_loader": _rounded(100.0 * loader.median_us / timing.median_us, 4),
+    }
 
 
 def make_rows(

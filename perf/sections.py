@@ -101,6 +101,7 @@ def _figures(kind: str) -> dict[str, Callable[[Row], str]]:
     return {
         "TB/s": lambda row: f"{row['tb_per_s']:.3g}",
         f"of the {CEILING[kind]}": lambda row: f"{row['pct_of_ceiling']:.0f} %",
+        "of the loader": lambda row: f"{row['pct_of_loader']:.0f} %" if "loader_us" in row else "",
     }
 
 

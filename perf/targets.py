@@ -40,6 +40,12 @@ PREFILL_TFLOPS = {
     "B1 S8192 64/8 D128 q8192": 610,
     "B1 S32768 64/8 D128 q512": 500,
 }
+# Ragged batches: of the rate of loading alone. Draft tokens: of the time of one query token, up to
+# so many packed rows; beyond, of loading alone or of computing as fast as prefill does (TFLOP/s by
+# head size, 64/8 heads, perf/results/2026-11-30_prefill_h200.json).
+BALANCE_SHARE_OF_LOADER = 90.0
+VERIFY_ROWS, VERIFY_FACTOR, MANY_ROWS_FACTOR = 32, 1.15, 1.2
+PREFILL_RATE = {64: 409, 128: 689}
 STORE_DECODE_TOKENS, STORE_DECODE_US = 256, 4.0
 STORE_PREFILL_TOKENS, STORE_SHARE_OF_COPY = 4096, 80.0
 INDEXER_TOKENS, INDEXER_SHARE_OF_COPY = 8192, 80.0
@@ -59,6 +65,37 @@ def tflops(row: Row) -> float:
     """TFLOP/s of a timed attention row: the (query, key) pairs that the mask shows, 4 D each."""
     shape = ("batch", "kv_len", "num_q_heads", "num_kv_heads", "head_size", "q_len", "window")
     return flops(DecodeCase(**{name: row[name] for name in shape})) / row["median_us"] / 1e6
+
+
+def _decode_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
+    found = []
+    if row["case"] in DECODE_US:
+        bound = DECODE_US[row["case"]]
+        found.append(Verdict(f"<= {bound} us", row["median_us"] <= bound))
+    loader = row.get("loader_us")
+    if "kv_lens" in row["workload"]:
+        share = BALANCE_SHARE_OF_LOADER
+        if loader is not None:
+            found.append(Verdict(f">= {share:g} % of the loader", row["pct_of_loader"] >= share))
+    elif row["q_len"] > 1 and row["kv_cache_dtype"] == "fp8_e4m3":
+        packed = row["q_len"] * row["num_q_heads"] // row["num_kv_heads"]
+        if packed > VERIFY_ROWS and loader is not None and row["head_size"] in PREFILL_RATE:
+            computing = tflops(row) * row["median_us"] / PREFILL_RATE[row["head_size"]]
+            bound = MANY_ROWS_FACTOR * max(loader, computing)
+            found.append(Verdict(f"<= {bound:.0f} us", row["median_us"] <= bound))
+        one = [other for other in rows if _one_token_of(row, other)]
+        if packed <= VERIFY_ROWS and one:
+            met = row["median_us"] <= VERIFY_FACTOR * one[0]["median_us"]
+            found.append(Verdict(f"<= {VERIFY_FACTOR:g} x q_len 1", met))
+    return found
+
+
+def _one_token_of(row: Row, other: Row) -> bool:
+    """Whether another row of ours is the same call with one query token a sequence."""
+    shape = ("provider", "op", "batch", "kv_len", "num_q_heads", "num_kv_heads", "head_size")
+    same = all(row[name] == other[name] for name in (*shape, "kv_cache_dtype", "window"))
+    timed = other["median_us"] is not None and "kv_lens" not in other["workload"]
+    return same and timed and other["q_len"] == 1
 
 
 def _store_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
@@ -98,9 +135,8 @@ def verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
         return _indexer_verdicts(row)
     if row["gpu"] != GPU:
         return []
-    if row["op"] == "decode" and row["case"] in DECODE_US:
-        bound = DECODE_US[row["case"]]
-        return [Verdict(f"<= {bound} us", row["median_us"] <= bound)]
+    if row["op"] == "decode":
+        return _decode_verdicts(row, rows)
     fp8 = row["kv_cache_dtype"] == "fp8_e4m3"
     if row["op"] == "prefill" and fp8 and row["case"] in PREFILL_TFLOPS:
         bound = PREFILL_TFLOPS[row["case"]]

@@ -41,44 +41,46 @@ class Traffic:
         return self.kv + self.q + self.out + self.block_table
 
 
-def visible_keys(case: DecodeCase) -> int:
-    """Keys of one sequence that at least one of its queries sees.
+def visible_keys(case: DecodeCase, kv_len: int) -> int:
+    """Keys of a sequence of `kv_len` that at least one of its queries sees.
 
     With a window, the first of the q_len queries sees `window` keys and each later one a new key.
     """
     if case.window == 0:
-        return case.kv_len
-    return min(case.kv_len, case.window + case.q_len - 1)
+        return kv_len
+    return min(kv_len, case.window + case.q_len - 1)
 
 
-def visible_pairs(case: DecodeCase) -> int:
-    """(query token, key) pairs of one sequence inside the causal mask and the window."""
+def visible_pairs(case: DecodeCase, kv_len: int) -> int:
+    """(query token, key) pairs of a sequence of `kv_len` inside the causal mask and the window."""
     pairs = 0
     for token in range(case.q_len):
-        keys = max(case.kv_len - case.q_len + token + 1, 0)
+        keys = max(kv_len - case.q_len + token + 1, 0)
         pairs += min(keys, case.window) if case.window else keys
     return pairs
 
 
 def traffic(case: DecodeCase) -> Traffic:
     """Bytes of one call of a case."""
-    keys = visible_keys(case)
-    elements = case.batch * keys * case.num_kv_heads * case.head_size
+    keys = [visible_keys(case, kv_len) for kv_len in case.kv_lens]
+    elements = sum(keys) * case.num_kv_heads * case.head_size
     rows = case.batch * case.q_len * case.num_q_heads * case.head_size
     q_bytes = int(rows * ELEMENT_BYTES[case.q_dtype])
-    first_page = (case.kv_len - keys) // case.page_size
-    pages = case.pages_per_sequence - first_page
+    unseen = [
+        (length - seen) // case.page_size for length, seen in zip(case.kv_lens, keys, strict=True)
+    ]
     return Traffic(
         kv=int(2 * elements * ELEMENT_BYTES[case.kv_cache_dtype]),
         q=q_bytes,
         out=q_bytes,
-        block_table=case.batch * pages * BLOCK_TABLE_BYTES,
+        block_table=(sum(case.pages) - sum(unseen)) * BLOCK_TABLE_BYTES,
     )
 
 
 def flops(case: DecodeCase) -> int:
     """Multiplications and additions of Q K^T and P V over the visible pairs."""
-    return 4 * case.batch * visible_pairs(case) * case.num_q_heads * case.head_size
+    pairs = sum(visible_pairs(case, kv_len) for kv_len in case.kv_lens)
+    return 4 * pairs * case.num_q_heads * case.head_size
 
 
 class ReadProbe(Protocol):

@@ -144,6 +144,7 @@ def _default_grid() -> list[AttentionCase]:
         _case("splits-7-sinks", num_splits=7, kv=2000, sinks=True, q_len=4),
         _case("splits-32-short", num_splits=32, kv=200),
         _case("no-splits", num_splits=1, kv=2000),
+        _case("ragged-d64", kv_lens=(40, 5000, 0, 64, 2100), head_size=64, num_kv_heads=8),
         _case("many-sequences", batch=90, kv=400, num_q_heads=16, num_kv_heads=4),
         _case("bf16-cache", kv_dtype=torch.bfloat16, scale_kind="none", q_len=2),
         _case("fp16-cache", kv_dtype=torch.float16, q_dtype=torch.float16, scale_kind="none"),

@@ -1,13 +1,15 @@
 """The plan of `common/tile_schedule.py`: who takes which tile, and where partial results go.
 
 The functions under test are the kernel's own, run as Python by tests/lanes.py. Restated here, from
-`decode_sm90/consumer.py` and `fixup.py`, are only the walk over a CTA's segments, the choice of a
-slot for a partial result, and the CTAs that share an item.
+`decode_sm90/consumer.py` and `fixup.py`, are only the walk over a CTA's segments, what is a part,
+and the CTAs that share an item.
 
 Proved, for the lengths that hypothesis draws: the CTAs' shares are equal and cover every tile of
 every item once; `cta_of_tile` is the inverse of the plan; a CTA has at most two partial results;
 every part of an item lies in the slot where its readers look, no slot and no counter serves two
 items; an item loads exactly the tiles in which one of its queries sees a key; no int32 overflows.
+Of batches with splits too: where these are follows from the sequence alone, each is computed once,
+and the parts are the fold of the first CTA's splits and then one split each, in order.
 
 Only the GPU tests prove: that the compiled code does the same, that all CTAs are resident, that
 parts are written before they are read and counters cleared for the next launch, and what is
@@ -32,14 +34,17 @@ hypothesis = requires_module("hypothesis")
 st = requires_module("hypothesis.strategies")
 
 plan = device_functions("cute_kernels/attention/common/tile_schedule.py", TILE_TOKENS=TILE_TOKENS)
-fixup = device_functions("cute_kernels/attention/decode_sm90/fixup.py")
+fixup = device_functions(
+    "cute_kernels/attention/decode_sm90/fixup.py", cta_of_tile=plan.cta_of_tile
+)
 UNLIMITED = plan.UNLIMITED
 
 
 class Part(NamedTuple):
     """A CTA's work on one item: tiles [tile, tile + count) of it.
 
-    line_start: where the item's tiles start on the line, as the CTA works it out.
+    line_start: where the item's tiles start on the line, as the CTA works it out. started: the tile
+    at which the CTA came to the item. slot: where the part would be left.
     """
 
     cta: int
@@ -49,14 +54,14 @@ class Part(NamedTuple):
     count: int
     line_start: int
     chunk: Any
-
-    @property
-    def slot(self) -> int:
-        return 2 * self.cta + (self.tile == 0)
+    started: int
+    slot: int
 
 
 @dataclass(frozen=True)
 class Batch:
+    """kv_heads: sets of ``abreast`` heads, of which the CTAs have the one at ``place``."""
+
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     kv_heads: int = 1
@@ -66,13 +71,17 @@ class Batch:
     right: int = 0
     max_ctas: int = 8
     min_tiles: int = 1
+    splits: tuple[int, int, int] = (0, 0, 0)
+    abreast: int = 1
+    place: int = 0
 
     @cached_property
     def shape(self) -> Any:
         magic = -(-(1 << 32) // self.group)
         heads = (self.kv_heads, self.group, magic)
-        limits = (self.left, self.right, self.min_tiles, plan.UNLIMITED)
-        return plan.Shape(len(self.kv_lens), *heads, *limits)
+        limits = (self.left, self.right, self.min_tiles, 0, plan.UNLIMITED)
+        sets = (self.abreast, self.place)
+        return plan.Shape(len(self.kv_lens), *heads, *limits, *self.splits, *sets)
 
     @cached_property
     def lengths(self) -> Any:
@@ -115,17 +124,24 @@ class Batch:
 
     def walk(self, cta: int, stretch: Any) -> list[Part]:
         """The loop of the producer and of the consumers over their stretch."""
-        parts, done = [], 0
+        parts, done = [], stretch.skip
         b, item, tile = stretch.b, stretch.item, stretch.tile
+        started = tile
         while done < stretch.count:
             left = stretch.count - done
             segment = plan.segment_at(self.lengths, self.shape, b, item, tile, left, self.rows)
             start = stretch.begin + done - tile
-            parts.append(Part(cta, segment.b, item, tile, segment.count, start, segment.chunk))
-            assert segment.head == item % self.kv_heads
+            split = (
+                tile // plan.split_tiles(self.shape, segment.seq.tiles) if any(self.splits) else 0
+            )
+            slot = fixup.slot_to_write(self.shape, stretch, cta, start, started, split)
+            where = (cta, segment.b, segment.item, tile, segment.count, start)
+            parts.append(Part(*where, segment.chunk, started, slot))
+            head_set = segment.item % self.kv_heads
+            assert segment.head == head_set * self.abreast + self.place
             done += segment.count
-            tile = 0
-            b, item = plan.next_item(segment, self.shape, stretch.item_step)
+            b, item, tile = plan.after_segment(segment, self.shape, tile, stretch.item_step)
+            started = started if tile else 0
         return parts
 
     def by_item(self) -> dict[tuple[int, int], list[Part]]:
@@ -151,6 +167,9 @@ def check_stretches(batch: Batch) -> None:
     assert max(counts) - min(counts) <= 1
     assert first.ctas == 1 or min(counts) >= batch.min_tiles
     for stretch in filter(lambda s: s.count, working):
+        if stretch.skip:
+            assert any(batch.splits)
+            continue  # where it goes on is seen from the parts
         seq = batch.sequences[stretch.b]
         assert 0 <= stretch.tile < seq.tiles
         assert 0 <= stretch.item < seq.chunks * batch.kv_heads
@@ -183,19 +202,45 @@ def check_partial_results(batch: Batch) -> None:
     ctas = batch.stretches[0].ctas
     for (b, item), parts in batch.by_item().items():
         tiles, start = batch.sequences[b].tiles, batch.line_of(b, item)
-        if parts[0].count == tiles:
+        assert parts[0].tile == parts[0].started == 0
+        if all(part.started == 0 for part in parts):
+            assert len({part.cta for part in parts}) == 1
             continue
         assert {part.line_start for part in parts} == {start}
         first = plan.cta_of_tile(start, batch.total, ctas)
         last = plan.cta_of_tile(start + tiles - 1, batch.total, ctas)
-        assert [part.cta for part in parts] == list(range(first, last + 1))
-        where = [fixup.slot_of_part(first, i) for i in range(len(parts))]
-        assert [part.slot for part in parts] == where
+        begun = sum(part.started == 0 for part in parts)
+        pieces = len(parts)
+        if any(batch.splits):
+            split = plan.split_tiles(batch.shape, tiles)
+            assert pieces == -(-tiles // split)
+            assert begun == plan.splits_of_first_cta(first, start, split, batch.total, ctas)
+        else:
+            assert [part.cta for part in parts] == list(range(first, last + 1))
+        assert {part.cta for part in parts if part.started == 0} == {first}
+        assert all(first < part.cta <= last for part in parts[begun:])
+        found = fixup.parts_of(batch.shape, first, pieces, begun)
+        where = [fixup.slot_of_part(found, i) for i in range(found.count)]
+        # what the first CTA has is one part
+        assert [part.slot for part in parts[begun - 1 :]] == where
         assert first not in counters and not slots & set(where)
         counters.add(first)
         slots |= set(where)
-    # Two slots a CTA: at most one item continued (even slot) and one begun.
-    assert all(0 <= slot < 2 * ctas for slot in slots)
+    # Without splits two slots a CTA: at most one item continued (even slot) and one begun.
+    assert all(0 <= slot < max(2, batch.splits[0]) * ctas for slot in slots)
+
+
+def check_splits(batch: Batch) -> None:
+    """Where an item is cut follows from its own tiles and what all batches have in common."""
+    for part in batch.parts if any(batch.splits) else ():
+        most, least, longest = batch.splits
+        tiles = batch.sequences[part.b].tiles
+        split = plan.split_tiles(batch.shape, tiles)
+        assert part.tile % split == 0
+        assert part.count == min(split, tiles - part.tile)
+        assert split >= least
+        assert -(-tiles // split) <= most
+        assert split <= longest or -(-tiles // (split - 1)) > most
 
 
 def check_loaded_tiles(batch: Batch) -> None:
@@ -226,6 +271,7 @@ def check(batch: Batch) -> None:
     check_parts_cover_the_items(batch)
     check_owners(batch)
     check_partial_results(batch)
+    check_splits(batch)
     check_loaded_tiles(batch)
 
 
@@ -244,6 +290,7 @@ def batches(draw: Any) -> Batch:
         kv, q = draw(st.tuples(KV_LENS, Q_LENS))
         pairs = [(kv << k, q >> k) for k in draw(st.sampled_from(((0,), (0, 1), (2, 0))))]
         pairs = (pairs * size)[:size]
+    abreast = draw(st.sampled_from((1, 2, 4)))
     return Batch(
         kv_lens=tuple(kv for kv, _ in pairs),
         q_lens=tuple(q for _, q in pairs),
@@ -254,6 +301,9 @@ def batches(draw: Any) -> Batch:
         right=draw(st.sampled_from((0, 0, UNLIMITED, 1, 100))),
         max_ctas=draw(st.integers(1, 40)),
         min_tiles=draw(st.sampled_from((1, 2, 8, 16))),
+        splits=draw(st.sampled_from(((0, 0, 0), (0, 0, 0), (8, 4, 16), (64, 4, 8), (3, 1, 2)))),
+        abreast=abreast,
+        place=draw(st.integers(0, abreast - 1)),
     )
 
 
@@ -310,18 +360,49 @@ def test_uniform_batches_get_whole_items():
     assert batch.stretches[0].ctas == 10
 
 
+def test_splits_do_not_depend_on_the_batch():
+    """Alone, first, last and in the middle, one sequence is cut in the same places."""
+    others = (700, 12_000, 64, 0, 3000)
+    cuts = set()
+    for kv_lens in ((8200,), (8200, *others), (*others, 8200), (*others, 8200, *others)):
+        for max_ctas in (132, 264):
+            batch = Batch(
+                kv_lens, (1,) * len(kv_lens), kv_heads=2, max_ctas=max_ctas, splits=(64, 4, 16)
+            )
+            check(batch)
+            b = kv_lens.index(8200)
+            cuts.add(tuple(p.tile for p in batch.parts if (p.b, p.item) == (b, 0)))
+    assert cuts == {tuple(range(0, 129, 16))}
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "kv_heads", "batch_size", "max_ctas"),
+    ((8192, 4, 64, 128), (8192, 4, 8, 128), (32768, 4, 1, 128), (8192, 8, 32, 264)),
+)
+def test_splits_leave_the_uniform_shares_as_they_are(kv_len, kv_heads, batch_size, max_ctas):
+    """Shapes whose items divide evenly lose no CTA to splits."""
+    fields = {"kv_heads": kv_heads, "group": 8, "max_ctas": max_ctas}
+    plain = Batch((kv_len,) * batch_size, (1,) * batch_size, **fields)
+    fixed = Batch((kv_len,) * batch_size, (1,) * batch_size, **fields, splits=(64, 4, 16))
+    check(fixed)
+    tiles = [defaultdict(int), defaultdict(int)]
+    for found, batch in zip(tiles, (plain, fixed), strict=True):
+        for part in batch.parts:
+            found[part.cta] += part.count
+    assert tiles[0] == tiles[1]
+
+
 def test_lengths_as_differences_of_offsets():
     """Ragged keys: without seqused_k, cu_seqlens_k says the same."""
     batch = Batch((70, 0, 300), (2, 1, 1), kv_heads=2)
     ragged = batch.lengths._replace(mUsedK=None, mCuK=Memory((0, 70, 70, 370)), has_used=0)
-    for b, seq in enumerate(batch.sequences):
-        assert plan.sequence(ragged, batch.shape, b, batch.rows) == seq
+    found = [plan.sequence(ragged, batch.shape, b, batch.rows) for b in range(3)]
+    assert found == batch.sequences
 
 
 @hypothesis.settings(deadline=None, derandomize=True)
 @hypothesis.given(st.integers(1, 256), st.integers(0, 2**31 - 1))
 def test_query_token_is_an_exact_division(group, row):
-    row %= -(-(2**32) // group)
-    row = min(row, 2**31 - 1)
+    row = min(row % -(-(2**32) // group), 2**31 - 1)
     shape = Batch((), (), group=group).shape
     assert plan.query_token(shape, row) == row // group

@@ -89,8 +89,13 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         num_splits: an int >= 0, accepted for callers that choose it. The decode kernel deals key
             tiles evenly over the device on its own and does not need the hint.
         s_aux: (Hq,) attention sinks, natural log units, added to each row's softmax denominator.
-        deterministic: a sequence's bits do not depend on the rest of the batch. (The same call
-            gives the same bits in any case.)
+        deterministic: a sequence's bits do not depend on the rest of the batch. They may depend on
+            its own query tokens: with another number of them in the call, or others beside a token,
+            a token's bits may be others. Sequences with unlike numbers of query tokens are served
+            by several launches then, so that no sequence's number decides for another; where q has
+            B * max_seqlen_q rows (padding counts), all are taken to have max_seqlen_q query tokens,
+            and shorter ones get the bits of that launch. (The same call gives the same bits in any
+            case.)
         fa_version: None or 4.
         v_scale_layout: order of v_block_scale in a page; "linear". (What a store wrote as "sm100"
             is refused: nothing in the bytes tells the two apart.)
@@ -104,9 +109,9 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
     On CUDA the call does not synchronise, reads no device tensor on the host and can be captured
     in a graph (call once before, so that the kernel is compiled); a replay serves other lengths
     within the captured maxima. What no kernel here covers (head sizes other than 64, 128, 256 and
-    512; block sizes that are no multiple of 16; deterministic=True from an nvfp4 cache; GPUs other
-    than SM90) runs the torch reference instead, slowly and with a host synchronisation, and warns
-    once with the reason; under capture it raises.
+    512; block sizes that are no multiple of 16; GPUs other than SM90) runs the torch reference
+    instead, slowly and with a host synchronisation, and warns once with the reason; under capture
+    it raises.
 
     Raises:
         ValueError: an argument that cannot be right; the message says what was given and what is

@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels.arch import device_arch
 from cute_kernels.attention.arguments import AttentionProblem
-from cute_kernels.attention.common.launches import Launch, Launches
+from cute_kernels.attention.common.launches import Launch, together
 from cute_kernels.attention.common.operands import UNLIMITED
 from cute_kernels.attention.decode_sm90 import op as decode_sm90
 from cute_kernels.attention.prefill_sm90 import op as prefill_sm90
@@ -59,10 +59,12 @@ def route(bounds: Bounds, sm_count: int) -> Route:
     """Choose from bounds alone: a captured graph serves any lengths within them."""
     if bounds.kv_format == "nvfp4":
         return _route_nvfp4(bounds, sm_count)
-    if bounds.deterministic:
-        # The decode kernel's splits follow the whole batch, a prefill item is one sequence's.
-        return Route(False, True, 0)
     most = decode_rows(bounds.head_size)
+    if bounds.deterministic:
+        # Bits would depend on the batch if it decided which kernel serves a sequence.
+        all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
+        long = bounds.max_seqlen_q * bounds.group > most
+        return Route(not (long and all_long), long, 0 if long and all_long else most)
     if bounds.max_seqlen_q * bounds.group <= most or _few_items(bounds, sm_count):
         return Route(True, False, UNLIMITED)
     return _shared(bounds, most)
@@ -110,8 +112,6 @@ def can_run(problem: AttentionProblem) -> str | None:
     """Why no SM90 kernel can serve this problem, or None; reads shapes and strides only."""
     if problem.kv_format == "nvfp4":
         return decode_sm90.can_run(problem) or prefill_sm90.cannot_count(problem)
-    if problem.deterministic:
-        return prefill_sm90.can_run(problem)
     return decode_sm90.can_run(problem) or prefill_sm90.can_run(problem)
 
 
@@ -122,9 +122,7 @@ def run(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None) 
         launches.append(prefill_sm90.run(problem, out, lse, chosen.rows, chosen.capacity))
     if chosen.decode:
         launches.append(decode_sm90.run(problem, out, lse, chosen.rows))
-    if None in launches:
-        return None
-    return launches[0] if len(launches) == 1 else Launches(tuple(launches))
+    return together(launches)
 
 
 def _route_of(problem: AttentionProblem) -> Route:

@@ -161,8 +161,8 @@ def _sm90_boxes(workload: AttentionWorkload) -> list[int]:
 
 
 def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
-    """One variant a box; for FP8 where the calls are deterministic, or a sequence may have more
-    rows than decode takes. Of nvfp4 only what reads widened keys."""
+    """One variant a box, where a sequence may have more rows than decode takes. Of nvfp4 only what
+    reads widened keys."""
     if not isinstance(workload, AttentionWorkload) or workload.q_dtype not in decode_sm90.Q_DTYPES:
         return []
     storage, head_size = get_kv_cache_dtype(workload.kv_cache_dtype).storage, workload.head_size
@@ -174,7 +174,7 @@ def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
     if head_size not in prefill_sm90.head_sizes(storage):
         return []
     rows = workload.group * workload.max_query_tokens
-    if rows <= prefill_sm90.decode_rows(head_size) and not workload.deterministic:
+    if rows <= prefill_sm90.decode_rows(head_size):
         return []
     needed = [
         prefill_sm90.make_config(head_size, workload.q_dtype, box, storage)
@@ -197,7 +197,7 @@ def _widen_sm90(workload: Workload) -> list[widen_sm90.WidenConfig]:
 
 def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:
     """Every row bucket from one query token's rows on: sequences may have any number of tokens."""
-    if not isinstance(workload, AttentionWorkload) or workload.deterministic:
+    if not isinstance(workload, AttentionWorkload):
         return []
     if workload.q_dtype not in decode_sm90.Q_DTYPES:
         return []

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from cute_kernels import registry
 from cute_kernels.attention.route_sm90 import Bounds, route
 from kvcache import selection
 from tests.kvcache.helpers import DECODE_16_BITS, PREFILL_16_BITS, PREFILL_SM90, config
@@ -26,9 +27,6 @@ def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
         kv_cache_dtype=kv_cache_dtype,
         batch_invariant=batch_invariant,
     )
-    if batch_invariant and kv_cache_dtype == "nvfp4":
-        assert "bits independent of the batch" in selection.can_run(asked)
-        return
     storage = asked.dtype.storage
     prefill = {"fp8_e4m3": "prefill_sm90", "nvfp4": "prefill_sm90_widened"}
     # Copies of so many keys of more sequences would be too large.
@@ -67,21 +65,24 @@ def test_caches_of_16_bits_are_read_in_the_dtype_of_the_queries(name, head_size,
 
 
 @pytest.mark.parametrize("name", ("fp8", "auto"))
-def test_batch_invariance_is_served_by_the_prefill_kernel(name):
+def test_batch_invariance_changes_no_kernel(name):
     asked = config(kv_cache_dtype=name, head_size=128, batch_invariant=True)
-    only = PREFILL_SM90 if name == "fp8" else PREFILL_16_BITS
-    assert selection.select_kernels(asked) == (only,)
+    both = (DECODE_SM90, PREFILL_SM90)
+    assert selection.select_kernels(asked) == (both if name == "fp8" else (PREFILL_16_BITS,))
+    assert selection.select_kernels(asked) == selection.select_kernels(
+        config(kv_cache_dtype=name, head_size=128)
+    )
 
 
-def test_decoding_without_split_keys_is_called_slow():
+def test_decoding_without_split_keys_is_called_slow(monkeypatch):
     slow = "does not split a sequence's keys over CTAs: decoding is right, but slow for few"
-    for name in ("auto", "fp8"):
-        asked = config(head_size=128, kv_cache_dtype=name, batch_invariant=True)
-        assert slow in selection.decode_caveat(asked) and slow in selection.explain(asked)
     # 128 rows a token: the decode kernel is there for calls that would leave the GPU idle.
-    for fields in ({}, {"num_q_heads": 512}, {"kv_cache_dtype": "auto"}):
+    for fields in ({}, {"num_q_heads": 512}, {"batch_invariant": True}, {"kv_cache_dtype": "auto"}):
         asked = config(head_size=128, **fields)
         assert selection.decode_caveat(asked) is None and slow not in selection.explain(asked)
+    monkeypatch.setattr(registry, "contracts", lambda: (PREFILL_SM90,))
+    asked = config(head_size=128)
+    assert slow in selection.decode_caveat(asked) and slow in selection.explain(asked)
     with pytest.raises(NotImplementedError, match="head size 96"):
         selection.decode_caveat(config(head_size=96))
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from cute_kernels.attention.decode_sm90 import config as decode_sm90
+from cute_kernels.attention.decode_sm90.op import row_ranges
 from cute_kernels.attention.prefill_sm90 import config as prefill_sm90
 from cute_kernels.attention.route_sm90 import Bounds, route
 from cute_kernels.attention.widen_sm90 import config as widen_sm90
@@ -93,6 +94,7 @@ def test_a_replay_asks_for_the_plan_and_nothing_else(name, tp_size, page_sizes):
         ("fp8_e4m3", True, MAX_TOKENS),
         ("fp8_e4m3", True, 1),
         ("nvfp4", False, MAX_TOKENS),
+        ("nvfp4", True, MAX_TOKENS),
         ("bf16", False, MAX_TOKENS),
         ("bf16", False, 1),
         ("bf16", True, 1),
@@ -150,10 +152,15 @@ def units_of_a_step(bounds: Bounds):
         configs.append(("widen_sm90", widen_sm90.WidenConfig(head_size, storage)))
         configs.append(("prefill_sm90", prefill_sm90.widened_config(head_size, "bf16")))
     if chosen.decode:
-        packed = min(bounds.max_seqlen_q * bounds.group, chosen.rows)
-        rows = decode_sm90.row_bucket(head_size, packed)
-        made = decode_sm90.make_config(head_size, rows, "bf16", 64, kv_format=storage)
-        configs.append(("decode_sm90", made))
+        ranges = [(0, chosen.rows)]
+        if bounds.deterministic:
+            shape = (head_size, bounds.group, bounds.batch, bounds.total_q, bounds.max_seqlen_q)
+            ranges = row_ranges(*shape, chosen.rows)
+        for _, most in ranges:
+            packed = min(bounds.max_seqlen_q * bounds.group, most)
+            rows = decode_sm90.row_bucket(head_size, packed)
+            made = decode_sm90.make_config(head_size, rows, "bf16", 64, kv_format=storage)
+            configs.append(("decode_sm90", made))
     return {CompileUnit(kernel, config, "sm_90a") for kernel, config in configs}
 
 

@@ -15,14 +15,26 @@ from rich.console import Console
 from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
 from perf import bench_decode, report
-from perf.cases import ALL_CASES, BF16_CASES, DECODE_CASES, NVFP4_CASES, DecodeCase, select_cases
+from perf.cases import (
+    ALL_CASES,
+    BALANCE_CASES,
+    BF16_CASES,
+    DECODE_CASES,
+    NVFP4_CASES,
+    VERIFY_CASES,
+    DecodeCase,
+    select_cases,
+)
 from perf.inputs import CODE_RMS, ROTATED_BYTES, KVPool, make_input_sets, set_count
 from perf.providers import PROVIDERS, Provider, select_providers, varlen_arguments
-from perf.rows import OK
+from perf.rows import OK, Measurement, make_row, make_workload
+from perf.targets import GPU, verdicts
 from perf.timing import Timing, calls_per_graph, rotation
 from perf.traffic import traffic
 from perf.verify import checked_sequences, verify
-from tests.perf.helpers import MACHINE, SMALL, make_test_row, requires_module
+from tests.perf.helpers import MACHINE, METHOD, SMALL, make_test_row, requires_module
+
+H200 = replace(MACHINE, gpu=GPU)
 
 TABLE = [
     "B64 S8192 32/4 D512",
@@ -78,10 +90,13 @@ def test_cases_are_the_table():
 
 def test_case_selection():
     assert select_cases(()) == list(ALL_CASES)
-    names = [case.name for case in select_cases(("d64", "q4"))]
-    assert names == [TABLE[i] + dtype for i in (11, 6) for dtype in ("", " nvfp4", " bf16")]
-    assert len(select_cases(("D512", "q4"))) == 21
+    names = [case.name for case in select_cases(("d256", "512 q4 nv"))]
+    assert names == [TABLE[10], f"{TABLE[10]} nvfp4", f"{TABLE[6]} nvfp4"]
+    assert select_cases(("log-normal", "one 128k")) == sorted(
+        BALANCE_CASES, key=lambda case: case.lengths != "log-normal"
+    )
     assert select_cases(("nvfp4",)) == list(NVFP4_CASES)
+    assert select_cases((TABLE[0], TABLE[6])) == [DECODE_CASES[0], DECODE_CASES[6]]
     with pytest.raises(ValueError, match="no case matches 'D96'"):
         select_cases(("D96",))
 
@@ -137,6 +152,41 @@ def test_pool_has_every_code_but_nan(pool):
         assert codes == set(range(256)) - {0x7F, 0xFF}
     values = pool.views(SMALL)["k"].float()
     assert values.square().mean().sqrt().item() == pytest.approx(CODE_RMS, rel=0.02)
+
+
+def test_ragged_cases_are_the_same_in_every_run():
+    for case in BALANCE_CASES:
+        lengths = replace(case).kv_lens
+        assert lengths == case.kv_lens == tuple(case.workload()["kv_lens"])
+        assert len(lengths) == 64
+        assert min(lengths) >= 1
+    drawn, long = BALANCE_CASES[0], BALANCE_CASES[2]
+    assert drawn.name == "B64 S4096 32/4 D512 log-normal"
+    assert 3000 < sum(drawn.kv_lens) / 64 < 5500
+    assert drawn.longest > 4 * sorted(drawn.kv_lens)[32]
+    assert long.kv_lens == (131072,) + (1024,) * 63
+    assert "kv_lens" not in DECODE_CASES[0].workload(), "its fingerprint is that of older rows"
+
+
+def test_ragged_input_sets_share_no_page():
+    case = DecodeCase(5, 300, 8, 2, 64, lengths="log-normal", seed=3)
+    pool = KVPool([case], "cpu")
+    sets = make_input_sets(case, pool, count=2)
+    used = []
+    for inputs in sets:
+        assert inputs.seqused_k.tolist() == list(case.kv_lens)
+        assert inputs.block_table.shape == (5, max(case.pages))
+        for row, pages in zip(inputs.block_table, case.pages, strict=True):
+            used.append(row[:pages])
+            assert not row[pages:].any()
+    pages = torch.cat(used)
+    assert len(pages.unique()) == len(pages) == 2 * sum(case.pages)
+    assert verify(provider(reference_call), sets[0]).problem is None
+
+
+def test_verification_cases_have_up_to_64_packed_rows():
+    assert {case.group * case.q_len for case in VERIFY_CASES} == {16, 32, 64}
+    assert all(case.group * case.q_len <= 32 for case in VERIFY_CASES if case.head_size == 512)
 
 
 def test_input_sets_share_no_page(pool):
@@ -276,6 +326,31 @@ def test_plot_of_a_run(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no row has a time"):
         report.plot_bandwidth([make_test_row(median=None, status="not installed")], path)
+
+
+def test_a_row_has_its_share_of_the_loader():
+    timing, loader = Timing(100.0, 90.0, 120.0), Timing(92.0, 91.0, 93.0)
+    measurement = Measurement(OK, 1e-3, timing, timing, 5.0, loader=loader)
+    case = BALANCE_CASES[0]
+    row = make_row("cute_kernels", case, measurement, make_workload(case, H200, METHOD), H200, 4.0)
+    assert (row["loader_us"], row["pct_of_loader"]) == (92.0, 92.0)
+    (verdict,) = verdicts(row, [row])
+    assert verdict.met
+    slow = {**row, "pct_of_loader": 89.0}
+    assert not verdicts(slow, [slow])[0].met
+
+
+def test_verdicts_of_verification_rows():
+    one = make_test_row(case=DecodeCase(32, 8192, 8, 1, 512), median=100.0, machine=H200)
+    for median, met in ((114.0, True), (116.0, False)):
+        two = make_test_row(case=VERIFY_CASES[2], median=median, machine=H200)
+        assert [verdict.met for verdict in verdicts(two, [one, two])] == [met]
+    many = make_test_row(case=VERIFY_CASES[5], median=140.0, machine=H200)
+    assert verdicts(many, [many]) == []
+    # 69 GFLOP at 689 TFLOP/s are 100 us
+    for loader, met in ((120.0, True), (110.0, False)):
+        row = {**many, "loader_us": loader}
+        assert [verdict.met for verdict in verdicts(row, [row])] == [met]
 
 
 def test_check_inputs_differ_from_timed_inputs(pool):

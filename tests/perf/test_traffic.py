@@ -58,8 +58,8 @@ def test_bytes_per_element(dtype, kv):
 )
 def test_visible_keys_and_pairs(kv_len, q_len, window, keys, pairs):
     case = DecodeCase(1, kv_len, 1, 1, 64, q_len=q_len, window=window)
-    assert visible_keys(case) == keys
-    assert visible_pairs(case) == pairs
+    assert visible_keys(case, kv_len) == keys
+    assert visible_pairs(case, kv_len) == pairs
 
 
 def test_flops_count_a_multiplication_and_an_addition_of_both_products():

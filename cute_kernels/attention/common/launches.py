@@ -94,6 +94,13 @@ class Launches:
             launch.go(cu_q, operands)
 
 
+def together(launches: list[Launch | None]) -> Launch | None:
+    """One launch for a call's; None where one of them serves no other addresses."""
+    if None in launches:
+        return None
+    return launches[0] if len(launches) == 1 else Launches(tuple(launches))
+
+
 def packed(*groups: tuple) -> tuple:
     """Groups of numbers in the form that a launch function takes without converting them."""
     import tvm_ffi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
@@ -22,15 +23,34 @@ class Output(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """mO (slots, rows, head_size) float32, each part normalised; mLse (slots, rows), log2 units.
+    """mO (slots, rows, head_size) float32: a part's sums of p * v, descaled.
 
-    CTA c owns slots 2c (it continues an item) and 2c + 1 (it begins one). mCounter (ctas,) int32:
-    arrivals and departures of the CTAs that share the item which CTA c begins; 0 between launches.
+    mState (slots, rows, 2) float32: the reference of its exponentials (log2 units), and their sum.
+
+    Which slots are whose: fixup.py. mCounter (ctas,) int32: arrivals and departures of the CTAs
+    that share the item which CTA c begins; 0 between launches.
     """
 
     mO: cute.Tensor
-    mLse: cute.Tensor
+    mState: cute.Tensor
     mCounter: cute.Tensor
+
+
+class Fold(NamedTuple):
+    """How to add a part to what was folded before: the new reference, and the factors of both."""
+
+    top: Float32
+    keep: Float32
+    weight: Float32
+
+
+@cute.jit
+def fold_of(top: Float32, part_top: Float32) -> Fold:
+    """Sums then become ``dsl.fma(part, weight, sum * keep)``: wherever a fold happens, its bits are
+    the same. References are -inf where no key has been seen."""
+    new_top = dsl.fmax(top, part_top)
+    reference = cutlass.select_(new_top == dsl.NEG_INF, Float32(0.0), new_top)
+    return Fold(new_top, dsl.exp2(top - reference), dsl.exp2(part_top - reference))
 
 
 class FinalRow(NamedTuple):

@@ -7,6 +7,12 @@ end and the resulting line of tiles is cut into equal stretches, one a CTA ("str
 takes the tail of one item, whole items, and the head of another: at most two partial results,
 whatever the lengths are, and no CTA is left with a long sequence of its own.
 
+Where a token's KV heads share lines of memory, as many CTAs side by side as heads have the same
+stretch, a head each (``abreast``): the line is one of head sets then, and "CTA" means so many.
+
+Where bits must not depend on the batch, items consist of *splits* of a length that follows from
+their own tiles alone (``split_tiles``), and a CTA takes the splits that begin in its stretch.
+
 Nothing here reads the host: the same launch serves any lengths, which is what a captured graph
 needs. Every warp plans for itself with shuffles, because a broadcast would cost a barrier.
 """
@@ -43,20 +49,30 @@ class Lengths(NamedTuple):
 class Shape(NamedTuple):
     """Run-time numbers that all roles need.
 
+    head_sets: sets of ``abreast`` neighbouring KV heads; place: this CTA's head in them.
     group: query heads per KV head; group_magic: ceil(2^32 / group), for an exact division.
     window_left, window_right: visible keys beside a row's own position, ``UNLIMITED`` for all.
     min_tiles: a CTA takes at least as many tiles, if it takes part at all.
-    max_rows: sequences of more packed rows are left to another kernel.
+    min_rows, max_rows: sequences of at most so many, or of more packed rows are left to another
+    launch.
+    splits: 0: a CTA's stretch may end anywhere in an item. Else items are cut into at most so many
+    splits, see ``split_tiles``, which split_least and split_most (tiles) are for.
     """
 
     batch: Int32
-    kv_heads: Int32
+    head_sets: Int32
     group: Int32
     group_magic: Int64
     window_left: Int32
     window_right: Int32
     min_tiles: Int32
+    min_rows: Int32
     max_rows: Int32
+    splits: Int32
+    split_least: Int32
+    split_most: Int32
+    abreast: Int32
+    place: Int32
 
 
 class Sequence(NamedTuple):
@@ -100,10 +116,26 @@ def sequence(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr) 
     lowest = cutlass.max(used - q_len - shape.window_left, Int32(0))
     first_tile = lowest >> TILE_SHIFT
     tiles = cutlass.max(((used + (TILE_TOKENS - 1)) >> TILE_SHIFT) - first_tile, Int32(0))
-    chunks = (q_len * shape.group + (rows - 1)) >> (rows.bit_length() - 1)
-    if q_len * shape.group > shape.max_rows:
+    packed = q_len * shape.group
+    chunks = (packed + (rows - 1)) >> (rows.bit_length() - 1)
+    if (packed > shape.max_rows) | (packed <= shape.min_rows):
         chunks = Int32(0)
     return Sequence(q_start, q_len, used, first_tile, tiles, chunks)
+
+
+@cute.jit
+def split_tiles(shape: Shape, tiles: Int32) -> Int32:
+    """Tiles of a split of an item with ``tiles`` tiles; its last split may have fewer.
+
+    A function of the sequence's own length, or bits would depend on the batch. An eighth of the
+    item, within [split_least, split_most], but no item has more than ``splits``. 1 where items may
+    be cut anywhere.
+    """
+    split = Int32(1)
+    if shape.splits != 0:
+        split = cutlass.min(cutlass.max((tiles + 7) >> 3, shape.split_least), shape.split_most)
+        split = cutlass.max(split, (tiles + (shape.splits - 1)) // shape.splits)
+    return split
 
 
 @cute.jit
@@ -125,8 +157,8 @@ def chunk_of(
 class Segment(NamedTuple):
     """The part of one item that a CTA works on without a break.
 
-    count: tiles of the item's line it covers, live or not; ``low``: the first key position that
-    any row of the sequence sees.
+    count: tiles of the item's line it covers, live or not: at most one split, where there are
+    such; ``low``: the first key position that any row of the sequence sees.
     """
 
     b: Int32
@@ -156,9 +188,12 @@ def segment_at(
     while seq.tiles * seq.chunks == 0:
         b = b + 1
         seq = sequence(lengths, shape, b, rows)
-    count = cutlass.min(seq.tiles - tile, left)
-    chunk_index = item // shape.kv_heads
-    head = item - chunk_index * shape.kv_heads
+    most = left
+    if shape.splits != 0:
+        most = split_tiles(shape, seq.tiles)
+    count = cutlass.min(seq.tiles - tile, most)
+    chunk_index = item // shape.head_sets
+    head = (item - chunk_index * shape.head_sets) * shape.abreast + shape.place
     chunk = chunk_of(seq, shape, chunk_index, tile, count, rows)
     low = cutlass.max(seq.used - seq.q_len - shape.window_left, Int32(0))
     return Segment(b, item, head, count, low, seq, chunk)
@@ -168,10 +203,22 @@ def segment_at(
 def next_item(segment: Segment, shape: Shape, step: Int32):
     """(sequence, item) ``step`` items after a segment's; more than one only where all sequences
     have equally many."""
-    items = segment.seq.chunks * shape.kv_heads
+    items = segment.seq.chunks * shape.head_sets
     item = segment.item + step
     carry = item // items
     return segment.b + carry, item - carry * items
+
+
+@cute.jit
+def after_segment(segment: Segment, shape: Shape, tile: Int32, step: Int32):
+    """(sequence, item, tile) with which a CTA goes on behind a segment at tile ``tile``."""
+    b = segment.b
+    item = segment.item
+    tile = tile + segment.count
+    if tile >= segment.seq.tiles:
+        tile = Int32(0)
+        b, item = next_item(segment, shape, step)
+    return b, item, tile
 
 
 @cute.jit
@@ -189,15 +236,16 @@ def _work(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr):
     if b < shape.batch:
         seq = sequence(lengths, shape, b, rows)
         tiles = seq.tiles
-        work = tiles * seq.chunks * shape.kv_heads
+        work = tiles * seq.chunks * shape.head_sets
     return work, tiles
 
 
 class Stretch(NamedTuple):
     """A CTA's tiles: it starts at tile ``tile`` of item ``item`` of sequence ``b``.
 
-    begin: where that is on the line of all ``total`` tiles, which ``ctas`` CTAs share. item_step:
-    how many items further the CTA's next item is.
+    begin: where its ``count`` tiles begin on the line of all ``total`` tiles, which ``ctas`` CTAs
+    share. skip: how far behind begin the CTA starts: where a split begins. The last one may reach
+    past its end. item_step: how many items further the CTA's next item is.
     """
 
     b: Int32
@@ -208,6 +256,7 @@ class Stretch(NamedTuple):
     total: Int32
     ctas: Int32
     item_step: Int32
+    skip: Int32
 
 
 @cute.jit
@@ -238,6 +287,37 @@ def _participants(
 
 
 @cute.jit
+def _next_split(shape: Shape, b: Int32, item: Int32, tile: Int32, tiles: Int32, work: Int32):
+    """(sequence, item, tile, distance) of the first split that begins at a tile or behind it."""
+    split = split_tiles(shape, tiles)
+    start = (tile + (split - 1)) // split * split
+    skip = start - tile
+    if start >= tiles:
+        skip = tiles - tile
+        start = Int32(0)
+        item = item + 1
+        if item * tiles >= work:
+            item = Int32(0)
+            b = b + 1
+    return b, item, start, skip
+
+
+@cute.jit
+def start_of_cta(cta: Int32, total: Int32, ctas: Int32) -> Int32:
+    """Where a CTA's stretch begins on the line."""
+    quotient = total // ctas
+    return cta * quotient + cutlass.min(cta, total - quotient * ctas)
+
+
+@cute.jit
+def splits_of_first_cta(
+    first: Int32, line_start: Int32, split: Int32, total: Int32, ctas: Int32
+) -> Int32:
+    """How many splits of an item at ``line_start`` are those of the CTA that begins it."""
+    return (start_of_cta(first + 1, total, ctas) - line_start + (split - 1)) // split
+
+
+@cute.jit
 def stretch_of_cta(
     lengths: Lengths, shape: Shape, cta: Int32, max_ctas: Int32, rows: cutlass.Constexpr
 ) -> Stretch:
@@ -265,9 +345,9 @@ def stretch_of_cta(
         uniform = Int32(1)
     ctas = _participants(total, most_tiles, uniform, max_ctas, shape.min_tiles)
 
+    begin = start_of_cta(cta, total, ctas)
     quotient = total // ctas
     remainder = total - quotient * ctas
-    begin = cta * quotient + cutlass.min(cta, remainder)
     count = quotient
     if cta < remainder:
         count = count + 1
@@ -284,6 +364,7 @@ def stretch_of_cta(
     b = Int32(0)
     item = Int32(0)
     tile = Int32(0)
+    skip = Int32(0)
     line = Int32(0)
     base = Int32(0)
     searching = count
@@ -293,15 +374,18 @@ def stretch_of_cta(
         owner = dsl.count_le(end, begin)
         owner_lane = cutlass.min(owner, Int32(31))
         owner_tiles = dsl.shuffle_from_lane(tiles, owner_lane)
+        owner_work = dsl.shuffle_from_lane(work, owner_lane)
         offset = begin - dsl.shuffle_from_lane(end - work, owner_lane)
         if owner < 32:
             searching = Int32(0)
             b = base + owner
             item = offset // owner_tiles
             tile = offset - item * owner_tiles
+            if shape.splits != 0:
+                b, item, tile, skip = _next_split(shape, b, item, tile, owner_tiles, owner_work)
         line = dsl.shuffle_from_lane(end, Int32(31))
         base = base + 32
-    return Stretch(b, item, tile, count, begin, total, ctas, item_step)
+    return Stretch(b, item, tile, count, begin, total, ctas, item_step, skip)
 
 
 @cute.jit

@@ -6,6 +6,7 @@ Import-light: no DSL here, because planners, tests and the registry read these f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cute_kernels.formats import NVFP4_GROUP
 
@@ -24,6 +25,9 @@ _ELEMENT_BITS = {"nvfp4": 4, "fp8_e4m3": 8, "bf16": 16, "fp16": 16}
 ROW_BUCKETS = (8, 16, 32, 64)
 # Tokens that one TMA box carries: a page smaller than a tile is loaded by several boxes.
 BOX_TOKENS = (64, 32, 16)
+
+LINE_BYTES = 128
+DRAM_BYTES = 64
 
 SMEM_BYTES_PER_SM = 233472  # SM90: 228 KiB, of which each resident CTA reserves 1 KiB
 SMEM_BYTES_PER_CTA = 232448  # SM90: 227 KiB
@@ -164,6 +168,16 @@ class DecodeConfig:
         return self.head_bytes // 64
 
     @property
+    def heads_in_line(self) -> int:
+        """KV heads whose rows of a token fill a line of L2 if they lie side by side, and whose
+        block scales an access to DRAM: what a head's row brings with it is lost where the others
+        are read at another time."""
+        rows = max(1, LINE_BYTES // self.head_bytes)
+        if self.block_scaled:
+            rows = max(rows, DRAM_BYTES * NVFP4_GROUP // self.head_size)
+        return rows
+
+    @property
     def data_bytes(self) -> int:
         return TILE_TOKENS * self.head_bytes
 
@@ -243,7 +257,7 @@ _RESIDENCY_FP8 = {
     (128, 64): (2, 216),
     (64, 8): (2, 0),
     (64, 16): (2, 0),
-    (64, 32): (3, 0),
+    (64, 32): (2, 0),
     (64, 64): (2, 216),
 }
 # NVFP4 is bound by the issue of instructions, not by loads: it wants more warps, as long as nothing
@@ -288,6 +302,7 @@ _RESIDENCY = {
     "bf16": _RESIDENCY_16_BITS,
     "fp16": _RESIDENCY_16_BITS,
 }
+_MAX_SPLIT_ELEMENTS = 1 << 18
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608
 
@@ -319,6 +334,29 @@ def grid_ctas(config: DecodeConfig, sm_count: int) -> int:
     if config.ctas_per_sm == 1:
         return sm_count - sm_count % 16 if sm_count >= 16 else sm_count
     return sm_count * config.ctas_per_sm
+
+
+class FixedSplits(NamedTuple):
+    """How items are cut where bits must not depend on the batch: ``tile_schedule.split_tiles``.
+
+    splits: the most of an item; least, most: tiles of one. All 0: items may be cut anywhere.
+    """
+
+    splits: int = 0
+    least: int = 0
+    most: int = 0
+
+
+def fixed_splits(config: DecodeConfig) -> FixedSplits:
+    """A function of what all sequences of a launch have in common, and not of their number.
+
+    A split's first and last tile cost 1 to 2 us: splits have 256 KiB of an FP8 cache at least
+    (H200, 2026-11-30: perf/NOTES.md; 8 tiles cost 8 to 14 % where 16 cost 2 to 5).
+    """
+    least = 2048 // config.head_size
+    # Partial results of so many splits a CTA are kept.
+    splits = min(64, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
+    return FixedSplits(splits, least, max(16, least))
 
 
 def row_bucket(head_size: int, packed_rows: int) -> int:

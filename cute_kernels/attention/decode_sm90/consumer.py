@@ -17,13 +17,14 @@ from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Sequence,
     Stretch,
-    next_item,
+    after_segment,
     query_token,
     segment_at,
+    split_tiles,
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
-from cute_kernels.attention.decode_sm90.fixup import Fixup
+from cute_kernels.attention.decode_sm90.fixup import Fixup, slot_to_write
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
 from cute_kernels.attention.decode_sm90.warps_apart import WarpsApart
 
@@ -162,15 +163,17 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         if const_expr(not config.loader_only):
             # before the first tile arrives, so it costs nothing
             self.write_rows_without_keys(output, lengths, cta, ctas)
-        continued = Int32(0)
-        begun = Int32(0)
-        done = Int32(0)
+        # Items to finish: 1 the continued one, 2 the begun one.
+        shared = Int32(0)
+        at = stretch.begin + stretch.skip
+        end = stretch.begin + stretch.count
         b, item, tile = stretch.b, stretch.item, stretch.tile
+        started = tile
         slot = Int32(0)
         phase = Int32(0)
         buffer = Int32(0)
-        while done < stretch.count:
-            segment = segment_at(lengths, shape, b, item, tile, stretch.count - done, config.rows)
+        while at < end:
+            segment = segment_at(lengths, shape, b, item, tile, end - at, config.rows)
             seq, chunk, head = segment.seq, segment.chunk, segment.head
             b = segment.b
             if const_expr(not config.loader_only):
@@ -229,23 +232,28 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                     self.join_warps(acc, state)
                 self.reduce_sums(state)
                 self.kv.pair_outputs(acc, self.row_blocks)
-                if segment.count == seq.tiles:
+                line_start = at - tile
+                ends = tile + segment.count == seq.tiles
+                split = Int32(0)
+                if shape.splits != 0:
+                    split = tile // split_tiles(shape, seq.tiles)
+                place = slot_to_write(shape, stretch, cta, line_start, started, split)
+                if (shape.splits != 0) & (started == 0) & (tile > 0):
+                    self.fold_into_registers(partial, acc, state, v_scale, chunk, place)
+                    v_scale = Float32(1.0)
+                if ends & (started == 0):
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
                 else:
-                    line_start = stretch.begin + done - tile
-                    which = Int32(0)
-                    if tile == 0:
-                        which = Int32(1)
-                        begun = Int32(1)
-                    else:
-                        continued = Int32(1)
-                    self.write_partial(partial, acc, state, v_scale, chunk, 2 * cta + which)
-                    self.arrive(partial, stretch, segment, line_start, which)
-            done = done + segment.count
-            tile = Int32(0)
-            b, item = next_item(segment, shape, stretch.item_step)
+                    self.write_partial(partial, acc, state, v_scale, chunk, place)
+                    if ends | (at + segment.count >= end):
+                        shared = shared | cutlass.select_(started == 0, Int32(2), Int32(1))
+                        self.arrive(partial, stretch, segment, line_start, started, tile, cta)
+            at = at + segment.count
+            b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
+            if tile == 0:
+                started = Int32(0)
         if const_expr(not config.loader_only):
-            if continued != 0:
-                self.finish(output, partial, cta, Int32(0))
-            if begun != 0:
-                self.finish(output, partial, cta, Int32(1))
+            if (shared & 1) != 0:
+                self.finish(output, partial, Int32(0))
+            if (shared & 2) != 0:
+                self.finish(output, partial, Int32(1))

@@ -11,6 +11,7 @@ from cute_kernels.attention.common.output import (
     Output,
     Partial,
     finish_row,
+    fold_of,
     output_address,
     pack_output,
     sink_of_head,
@@ -82,6 +83,12 @@ class Epilogue(ConsumerLane):
                     if self.tid < 4:
                         store_lse(output, token, query_head, final.lse)
 
+    def _part_address(self, partial: Partial, slot: Int32, row: Int32):
+        """Addresses of a part's row: of the lane's first output element, and of its state."""
+        line = Int64(slot) * self.config.rows + row
+        element = line * self.config.head_size + self.kv.first_element()
+        return partial.mO.iterator.toint() + element * 4, partial.mState.iterator.toint() + line * 8
+
     @cute.jit
     def write_partial(
         self,
@@ -92,25 +99,71 @@ class Epilogue(ConsumerLane):
         chunk: Chunk,
         slot: Int32,
     ):
-        """One part of an item: normalised output in float32 and LSE in log2 units."""
-        config = self.config
-        first = self.kv.first_element()
+        """One part of an item: sums of p * v, descaled, and the softmax state."""
         for n in cutlass.range_constexpr(self.row_blocks):
             for r in cutlass.range_constexpr(2):
                 row = 8 * n + 2 * self.j + r
                 if chunk.first_row + row < chunk.rows_end:
-                    total = state.rSum[2 * n + r]
-                    factor = Float32(0.0)
-                    if total != 0.0:
-                        factor = v_scale * cute.arch.rcp_approx(total)
-                    line = Int64(slot) * config.rows + row
-                    address = partial.mO.iterator.toint() + (line * config.head_size + first) * 4
+                    address, state_address = self._part_address(partial, slot, row)
                     for u in cutlass.range_constexpr(self.units):
                         at = (u * self.row_blocks + n) * 4 + r
                         dsl.st_global_f32x2(
                             address + 4 * self.kv.block_element(u),
-                            acc[at] * factor,
-                            acc[at + 2] * factor,
+                            acc[at] * v_scale,
+                            acc[at + 2] * v_scale,
                         )
                     if self.tid < 4:
-                        partial.mLse[slot, row] = state.rMax[2 * n + r] + dsl.log2(total)
+                        i = 2 * n + r
+                        dsl.st_global_f32x2(state_address, state.rMax[i], state.rSum[i])
+
+    @cute.jit
+    def fold_into_registers(
+        self,
+        partial: Partial,
+        acc: cute.Tensor,
+        state: Softmax,
+        v_scale: Float32,
+        chunk: Chunk,
+        slot: Int32,
+    ):
+        """acc, state = what the CTA folded before, in ``slot``, and its latest split; descaled.
+
+        Rows past the chunk, which nobody reads, take those of its last row.
+        """
+        last = chunk.rows_end - chunk.first_row - 1
+        for n in cutlass.range_constexpr(self.row_blocks):
+            # A branch a row block: loads of several of them in flight at once would spill.
+            if 8 * n <= last:
+                stored = []
+                for r in cutlass.range_constexpr(2):
+                    row = cutlass.min(8 * n + 2 * self.j + r, last)
+                    address, state_address = self._part_address(partial, slot, row)
+                    elements = [
+                        dsl.ld_global_cg_f32x2(address + 4 * self.kv.block_element(u))
+                        for u in range(self.units)
+                    ]
+                    stored.append((dsl.ld_global_cg_f32x2(state_address), elements))
+                for r in cutlass.range_constexpr(2):
+                    self._fold_row(acc, state, v_scale, n, r, *stored[r])
+        # All warps have read the states before one of them writes the new ones.
+        self.barrier()
+
+    @cute.jit
+    def _fold_row(
+        self,
+        acc: cute.Tensor,
+        state: Softmax,
+        v_scale: Float32,
+        n: cutlass.Constexpr,
+        r: cutlass.Constexpr,
+        before,
+        elements,
+    ):
+        i = 2 * n + r
+        fold = fold_of(before[0], state.rMax[i])
+        state.rMax[i] = fold.top
+        state.rSum[i] = dsl.fma(state.rSum[i], fold.weight, before[1] * fold.keep)
+        for u in cutlass.range_constexpr(self.units):
+            for z in cutlass.range_constexpr(2):
+                at = (u * self.row_blocks + n) * 4 + r + 2 * z
+                acc[at] = dsl.fma(acc[at] * v_scale, fold.weight, elements[u][z] * fold.keep)

@@ -83,7 +83,8 @@ def operand_types(config: DecodeConfig):
 class Scalars(NamedTuple):
     """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid.
 
-    max_rows: sequences of more packed rows are not written.
+    min_rows, max_rows: sequences of at most so many, or of more packed rows are not written.
+    splits, split_least, split_most, abreast: see ``tile_schedule.Shape``; abreast divides ctas.
     """
 
     softmax_scale: Float32
@@ -92,7 +93,25 @@ class Scalars(NamedTuple):
     window_right: Int32
     ctas: Int32
     min_tiles: Int32
+    min_rows: Int32
     max_rows: Int32
+    splits: Int32
+    split_least: Int32
+    split_most: Int32
+    abreast: Int32
+
+
+def partial_of_place(partial: Partial, shape: Shape) -> Partial:
+    """What belongs to the CTAs with one place in the head sets: an equal part of everything."""
+
+    def part(tensor: cute.Tensor) -> cute.Tensor:
+        rows = cute.size(tensor, mode=[0]) // shape.abreast
+        first = rows * shape.place
+        if const_expr(cute.rank(tensor) > 1):
+            first = (first, *[0] * (cute.rank(tensor) - 1))
+        return cute.domain_offset(first, tensor)
+
+    return Partial(*[part(tensor) for tensor in partial])
 
 
 class DecodeSm90:
@@ -118,20 +137,27 @@ class DecodeSm90:
         scales = launch.scales(at, strides, sizes, scalars.softmax_scale, scalars.softcap)
         mCuQ = cute.make_tensor(at.cu_q, cute.make_layout(sizes.batch + 1))
         lengths = launch.lengths(at, mCuQ, sizes)
+        abreast = scalars.abreast if config.heads_in_line > 1 else 1
         shape = Shape(
             sizes.batch,
-            sizes.kv_heads,
+            sizes.kv_heads // abreast,
             sizes.group,
             sizes.group_magic,
             scalars.window_left,
             scalars.window_right,
             scalars.min_tiles,
+            scalars.min_rows,
             scalars.max_rows,
+            scalars.splits,
+            scalars.split_least,
+            scalars.split_most,
+            Int32(abreast),
+            Int32(0),
         )
         source = launch.pages(at, strides, sizes)
         if const_expr(config.block_scaled):
             source = source._replace(block_scales=launch.block_scales(at, strides))
-        partial = self._workspace(mWorkspace, at.counters, scalars.ctas)
+        partial = self._workspace(mWorkspace, at.counters, scalars.ctas, scalars.splits)
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
                 self.mma_type,
@@ -151,15 +177,17 @@ class DecodeSm90:
             cooperative=COOPERATIVE,
         )
 
-    def _workspace(self, mWorkspace: cute.Tensor, counters: cute.Pointer, ctas: Int32) -> Partial:
+    def _workspace(
+        self, mWorkspace: cute.Tensor, counters: cute.Pointer, ctas: Int32, splits: Int32
+    ) -> Partial:
         """Cut the float32 workspace (op.py sizes it) into its parts."""
         rows, D = self.config.rows, self.config.head_size
-        slots = 2 * ctas
+        slots = ctas * cutlass.max(splits, Int32(2))
         base = mWorkspace.iterator
-        lse = base + Int64(slots) * (rows * D)
+        state = base + Int64(slots) * (rows * D)
         return Partial(
             cute.make_tensor(base, cute.make_layout((slots, rows, D), stride=(rows * D, D, 1))),
-            cute.make_tensor(lse, cute.make_layout((slots, rows), stride=(rows, 1))),
+            cute.make_tensor(state, cute.make_layout((slots, rows, 2), stride=(rows * 2, 2, 1))),
             cute.make_tensor(counters, cute.make_layout(ctas)),
         )
 
@@ -192,6 +220,14 @@ class DecodeSm90:
             cute.arch.mbarrier_init_fence()
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
+        if const_expr(config.heads_in_line > 1):
+            ctas = ctas // shape.abreast
+            place = cta % shape.abreast
+            cta = cta // shape.abreast
+            shape = shape._replace(place=place)
+            partial = partial_of_place(partial, shape)
+        else:
+            shape = shape._replace(abreast=Int32(1), place=Int32(0))
         stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
         cute.arch.sync_threads()
         if warp >= PRODUCER_WARP:

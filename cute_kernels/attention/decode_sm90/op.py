@@ -6,13 +6,13 @@ No DSL import at module level: ``can_run`` serves planners and CPU-only machines
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from cute_kernels.arch import device_arch, on_device
 from cute_kernels.attention.arguments import AttentionProblem
-from cute_kernels.attention.common.launches import SplitKvLaunch, packed
+from cute_kernels.attention.common.launches import Launch, SplitKvLaunch, packed, together
 from cute_kernels.attention.common.operands import (
     UNLIMITED,
     cache_obstacle,
@@ -25,10 +25,13 @@ from cute_kernels.attention.decode_sm90.config import (
     HEAD_SIZES,
     TILE_TOKENS,
     DecodeConfig,
+    FixedSplits,
     box_tokens_for_page,
+    fixed_splits,
     grid_ctas,
     make_config,
     row_bucket,
+    row_buckets,
 )
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
@@ -58,8 +61,6 @@ def can_run(problem: AttentionProblem) -> str | None:
     obstacle = cache_obstacle(problem)
     if obstacle is not None:
         return obstacle
-    if problem.deterministic:
-        return "deterministic=True, the kernel's splits follow the whole batch"
     if _tile_bound(problem) > _INT32_MAX:
         return "more than 2^31 key tiles over all query rows of the batch"
     return None
@@ -84,7 +85,7 @@ def run(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     max_rows: int = UNLIMITED,
-) -> SplitKvLaunch | None:
+) -> Launch | None:
     """Launch on q's device and the current stream: no host synchronisation, graph-capturable.
 
     Writes ``out`` (q's shape and dtype) and, unless None, ``lse`` (Hq, total_q) float32. Rows of
@@ -94,27 +95,77 @@ def run(
     Returns:
         The launch, which serves other addresses as well; None where operands were copied.
     """
-    return run_planned(
-        problem, out, lse, TILE_TOKENS, lambda *operands: _plan(problem, *operands, max_rows)
+    total_q, heads, head_size = problem.q.shape
+    ranges = [(0, max_rows)]
+    if problem.deterministic:
+        group, batch = heads // problem.k.shape[-2], problem.cu_seqlens_q.shape[0] - 1
+        ranges = row_ranges(head_size, group, batch, total_q, problem.max_seqlen_q, max_rows)
+    return together(
+        [
+            run_planned(problem, out, lse, TILE_TOKENS, partial(_plan, problem, each))
+            for each in ranges
+        ]
     )
 
 
-def _plan(problem: AttentionProblem, q, k, v, out, max_rows: int) -> SplitKvLaunch:
+def row_ranges(
+    head_size: int, group: int, batch: int, total_q: int, max_seqlen_q: int, max_rows: int
+) -> list[tuple[int, int]]:
+    """(more than, at most): the packed rows of each launch's sequences, where bits must not depend
+    on the batch: a sequence is served by the variant of its own rows then, and not of the longest.
+    """
+    most = min(max_seqlen_q * group, max_rows)
+    if batch * max_seqlen_q <= total_q:  # all have as many
+        return [(0, max_rows)]
+    ranges, low = [], 0
+    for bucket in row_buckets(head_size):
+        last = bucket >= most or bucket == row_buckets(head_size)[-1]
+        high = max_rows if last else bucket
+        if low < most and high // group > low // group:
+            ranges.append((low, high))
+        low = bucket
+    return ranges
+
+
+def _plan(problem: AttentionProblem, row_range: tuple[int, int], q, k, v, out) -> SplitKvLaunch:
     heads, head_size = q.shape[1:]
     page_size = None if problem.block_table is None else k.shape[1]
-    packed_rows = min(problem.max_seqlen_q * (heads // k.shape[-2]), max_rows)
+    packed_rows = min(problem.max_seqlen_q * (heads // k.shape[-2]), row_range[1])
     config = _config(head_size, packed_rows, q.dtype, page_size, problem.kv_format)
+    return launch_of(problem, q, k, v, out, config, row_range)
+
+
+def launch_of(
+    problem: AttentionProblem, q, k, v, out, config: DecodeConfig, row_range: tuple[int, int]
+) -> SplitKvLaunch:
+    """The launch of a variant for the sequences with so many packed rows, see ``row_ranges``."""
     arch = device_arch(q.device.index)
+    abreast = heads_abreast(config, k)
     ctas = grid_ctas(config, arch.sm_count)
+    ctas = ctas - ctas % abreast
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.tile_bytes))
+    fixed = fixed_splits(config) if problem.deterministic else FixedSplits()
     function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),
         operand_sizes(problem, k),
-        (*score_scalars(problem), ctas, min_tiles, max_rows),
+        (*score_scalars(problem), ctas, min_tiles, *row_range, *fixed, abreast),
     )
-    workspace = 2 * ctas * config.rows * (head_size + 1)
+    workspace = max(2, fixed.splits) * ctas * config.rows * (config.head_size + 2)
     return SplitKvLaunch(function, q.device, arguments, workspace, ctas)
+
+
+def heads_abreast(config: DecodeConfig, k: torch.Tensor) -> int:
+    """How many neighbouring KV heads are read in step by CTAs side by side (``heads_in_line``).
+
+    1 where a head's rows lie one behind the other (HND).
+    """
+    if k.stride(-2) * k.element_size() != config.head_bytes:
+        return 1
+    wanted = config.heads_in_line
+    while k.shape[-2] % wanted:
+        wanted //= 2
+    return wanted
 
 
 @cache

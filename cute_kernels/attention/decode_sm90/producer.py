@@ -14,7 +14,7 @@ from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Shape,
     Stretch,
-    next_item,
+    after_segment,
     segment_at,
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS, DecodeConfig
@@ -210,7 +210,7 @@ class Producer:
         whole = Int32(0)
         if const_expr(config.block_scaled):
             whole = self.scales_are_whole()
-        done = Int32(0)
+        done = stretch.skip
         b, item, tile = stretch.b, stretch.item, stretch.tile
         slot = Int32(0)
         phase = Int32(1)
@@ -288,7 +288,6 @@ class Producer:
                             slot = Int32(0)
                             phase = phase ^ 1
             done = done + segment.count
-            tile = Int32(0)
-            b, item = next_item(segment, shape, stretch.item_step)
+            b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
         if const_expr(config.block_scaled):
             dsl_nvfp4.wait_for_copies()
