@@ -45,6 +45,12 @@ def rcp_rn(x: Float32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def rcp(x: Float32, *, loc=None, ip=None):
+    """1 / x within 2^-23."""
+    return _asm([Float32], [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f", False, loc, ip)
+
+
+@dsl_user_op
 def rsqrt(x: Float32, *, loc=None, ip=None):
     """1 / sqrt(x) within 2^-22, subnormal x included."""
     return _asm([Float32], [x], "rsqrt.approx.f32 $0, $1;", "=f,f", False, loc, ip)
@@ -55,6 +61,12 @@ def divide_by_magic(n: Int32, magic: Int32, shift: Int32, *, loc=None, ip=None):
     """(2 n * magic) >> (32 + shift) of unsigned integers."""
     ptx = "{ .reg .b32 t; add.u32 t, $1, $1; mul.hi.u32 t, t, $2; shr.u32 $0, t, $3; }"
     return _asm([Int32], [n, magic, shift], ptx, "=r,r,r,r", False, loc, ip)
+
+
+@dsl_user_op
+def add_16_times(base: Int64, n: Int32, *, loc=None, ip=None):
+    """base + 16 n, n unsigned."""
+    return _asm([Int64], [n, base], "mad.wide.u32 $0, $1, 16, $2;", "=l,r,l", False, loc, ip)
 
 
 @dsl_user_op

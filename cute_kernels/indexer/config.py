@@ -6,6 +6,7 @@ Import-light: no DSL here, because planners, tests and the registry read these f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from cute_kernels.indexer.formats import HEAD_MULTIPLE, INDEXER_FORMATS
 from cute_kernels.store import config as store
@@ -29,6 +30,15 @@ WARP_CHANNELS = 32 * LANE_CHANNELS
 SCANNED_TOKENS = 1024
 
 
+class Table(IntEnum):
+    """How numbers of a table that follow each other are read: one by one, or at once."""
+
+    FLOAT32 = 0
+    BF16 = 1
+    FLOAT32_AT_ONCE = 2
+    BF16_AT_ONCE = 3
+
+
 @dataclass(frozen=True)
 class IndexerQConfig:
     """Compile-time parameters of a Q variant; sizes, strides and the other dtypes are run-time.
@@ -46,6 +56,11 @@ class IndexerQConfig:
     def name(self) -> str:
         by = "_cvt" if self.e2m1_instruction else ""
         return f"indexer_q_{self.cache_format}_h{self.heads_per_thread}{by}"
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Resident CTAs that registers are budgeted for."""
+        return 5 if self.heads_per_thread > 1 else 8
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,17 @@ class IndexerKConfig:
     @property
     def threads(self) -> int:
         return 32 * self.warps * self.independent_warps
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Resident CTAs that registers are budgeted for: 128 registers a thread, or what is left
+        to four vectors."""
+        return 3 if self.warps == 1 else 1
+
+    @property
+    def smem_carveout(self) -> int:
+        """Percent of an SM's memory that is shared; the rest is L1 cache."""
+        return 50 if self.shared_floats else 0
 
     @property
     def shared_floats(self) -> int:

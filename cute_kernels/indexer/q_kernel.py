@@ -31,7 +31,9 @@ from cute_kernels.indexer.quantize import (
     rotated_pair,
     scale_value,
     table_value,
+    table_values,
 )
+from cute_kernels.store.kernel import offset
 
 _PAIRS = CHUNK // 2
 _CHUNK_BYTES = 2 * CHUNK
@@ -54,16 +56,17 @@ class Strides(NamedTuple):
 
     position: Int64
     q_token: Int64
-    q_head: Int64
+    q_head: Int32
     table_row: Int64
     table_element: Int64
     weight_token: Int64
-    weight_head: Int64
+    weight_head: Int32
 
 
 class Sizes(NamedTuple):
     """groups: of 32 elements, of a head. pairs: rotated ones of a head. team: log2 of the lanes of
-    a head. parts: CTAs of a token. early: 1 where the first half has rotated elements too."""
+    a head. parts: CTAs of a token. early: 1 where the first half has rotated elements too; partly:
+    where the second has others. table: a `Table`."""
 
     tokens: Int32
     heads: Int32
@@ -72,8 +75,9 @@ class Sizes(NamedTuple):
     team: Int32
     parts: Int32
     early: Int32
+    partly: Int32
     last_position: Int64
-    table_bf16: Int32
+    table: Int32
     weights_bf16: Int32
 
 
@@ -123,6 +127,8 @@ class IndexerQ:
             block=(Q_THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            preferred_smem_carveout=0,
         )
 
     @cute.kernel
@@ -139,26 +145,31 @@ class IndexerQ:
         token, part, _ = cute.arch.block_idx()
         lane = self._lane(tid & ((Int32(1) << sizes.team) - 1), sizes)
         teams, count = Int32(Q_THREADS) >> sizes.team, self.config.heads_per_thread
-        heads = [(part * count + i) * teams + (tid >> sizes.team) for i in range(count)]
+        team = tid >> sizes.team
+        heads = [(part * count + i) * teams + team for i in range(count)]
         # A head past the last is computed as the last, and not stored.
         near = [dsl_store.min_s32(head, sizes.heads - 1) for head in heads]
         words = [self._load(at, strides, lane, token, head) for head in near]
-        weights = [self._weight(at, strides, sizes, token, head) for head in near]
+        # Lane i of a team has the weight of its thread's head i.
+        own = dsl_store.min_s32((part * count + lane.lane) * teams + team, sizes.heads - 1)
+        weight = self._weight(at, strides, sizes, token, own)
         table = self._table_row(at, strides, sizes, token)
         second = self._rotation(table, strides, sizes, lane.second)
         places = self._places(at, sizes, token, lane)
+        scale = Int32(0)
         for i in cutlass.range_constexpr(count):
             first_words = self._rotated_early(words[i][:4], table, strides, sizes, lane)
             second_words = self._rotated(words[i][4:], second, sizes, lane.second)
             scale_codes = self._scale_codes(first_words, second_words, sizes)
-            in_range = heads[i] < sizes.heads
             self._store(places, sizes, heads[i], lane, scale_codes, first_words, second_words)
-            if lane.lane == 0 and in_range:
-                weight = weights[i]
-                if const_expr(self.quantizer.row_scale):
-                    weight = dsl_store.mul_rn(weight, scale_value(scale_codes))
-                weight = dsl_store.mul_rn(dsl_store.mul_rn(weight, factors.softmax), factors.head)
-                mWeights[token, heads[i]] = weight
+            if const_expr(self.quantizer.row_scale):
+                scale = dsl_store.where_negative(lane.lane - i, scale, scale_codes)
+        if const_expr(self.quantizer.row_scale):
+            weight = dsl_store.mul_rn(weight, scale_value(scale))
+        head = (part * count + lane.lane) * teams + team
+        if lane.lane < count and head < sizes.heads:
+            weight = dsl_store.mul_rn(dsl_store.mul_rn(weight, factors.softmax), factors.head)
+            mWeights[token, head] = weight
 
     def _lane(self, lane: Int32, sizes: Sizes) -> Lane:
         first_chunks = _GROUP_CHUNKS * ((sizes.groups + 1) >> 1)
@@ -173,7 +184,7 @@ class IndexerQ:
 
     def _load(self, at: Addresses, strides: Strides, lane: Lane, token: Int32, head: Int32):
         """The words of both chunks."""
-        row = at.q + Int64(token) * strides.q_token + Int64(head) * strides.q_head
+        row = at.q + Int64(token) * strides.q_token + offset(head, strides.q_head)
         first = dsl_store.ld_global_b32x4(row + lane.first * _CHUNK_BYTES)
         return [*first, *dsl_store.ld_global_b32x4(row + lane.second * _CHUNK_BYTES)]
 
@@ -181,7 +192,7 @@ class IndexerQ:
         self, at: Addresses, strides: Strides, sizes: Sizes, token: Int32, head: Int32
     ) -> Float32:
         place = at.weights + Int64(token) * strides.weight_token
-        return table_value(place + Int64(head) * strides.weight_head, sizes.weights_bf16)
+        return table_value(place + offset(head, strides.weight_head), sizes.weights_bf16)
 
     def _places(self, at: Addresses, sizes: Sizes, token: Int32, lane: Lane) -> Places:
         rows = Int64(token) * Int64(sizes.heads)
@@ -208,20 +219,24 @@ class IndexerQ:
     def _rotation(self, table: Int64, strides: Strides, sizes: Sizes, chunk: Int32):
         """(cos, sin) of the chunk's pairs; anything for those that are not rotated."""
         first = self._first_pair(sizes, chunk)
-        pairs = [dsl_store.clamp_s32(first + k, sizes.pairs - 1) for k in range(_PAIRS)]
-        places = [table + Int64(pair) * strides.table_element for pair in pairs]
-        half = Int64(sizes.pairs) * strides.table_element
-        cos = [table_value(place, sizes.table_bf16) for place in places]
-        sin = [table_value(place + half, sizes.table_bf16) for place in places]
-        return cos, sin
+        element = strides.table_element
+        cos = table_values(table, element, first, sizes.pairs, sizes.table)
+        sines = table + Int64(sizes.pairs) * element
+        return cos, table_values(sines, element, first, sizes.pairs, sizes.table)
 
+    @cute.jit
     def _rotated(self, words, rotation, sizes: Sizes, chunk: Int32):
-        first = self._first_pair(sizes, chunk)
-        turned = []
-        for k, (word, cos, sin) in enumerate(zip(words, *rotation, strict=True)):
-            new = rotated_pair(*dsl_store.bf16x2_to_f32(word), cos, sin)
-            turned.append(dsl_store.where_negative(first + k, word, new))
-        return turned
+        turned = [
+            rotated_pair(*dsl_store.bf16x2_to_f32(word), cos, sin)
+            for word, cos, sin in zip(words, *rotation, strict=True)
+        ]
+        w0, w1, w2, w3 = turned
+        if sizes.partly != 0:
+            first = self._first_pair(sizes, chunk)
+            w0, w1, w2, w3 = [
+                dsl_store.where_negative(first + k, words[k], turned[k]) for k in range(_PAIRS)
+            ]
+        return [w0, w1, w2, w3]
 
     @cute.jit
     def _rotated_early(self, words, table: Int64, strides: Strides, sizes: Sizes, lane: Lane):
@@ -258,19 +273,20 @@ class IndexerQ:
         first = self.quantizer.codes(first_words, inverse[0])
         second = self.quantizer.codes(second_words, inverse[1])
         if head < sizes.heads:
-            offset = Int64(head * (sizes.groups * (_GROUP_CHUNKS * 4 * self.quantizer.code_words)))
+            row = sizes.groups * (_GROUP_CHUNKS * 4 * self.quantizer.code_words)
+            codes = offset(head, row)
             if lane.owns_first != 0:
-                self._store_codes(places.first + offset, first)
+                self._store_codes(places.first + codes, first)
             if lane.owns_second != 0:
-                self._store_codes(places.second + offset, second)
+                self._store_codes(places.second + codes, second)
             if const_expr(not self.quantizer.row_scale):
-                offset = Int64(head * sizes.groups)
+                scales = offset(head, sizes.groups)
                 leads = lane.lane % _GROUP_CHUNKS == 0
                 # One byte a group.
                 if leads and lane.owns_first != 0:
-                    dsl_store.st_global_b8(places.first_scale + offset, scale_codes)
+                    dsl_store.st_global_b8(places.first_scale + scales, scale_codes)
                 if leads and lane.owns_second != 0:
-                    dsl_store.st_global_b8(places.second_scale + offset, scale_codes >> 16)
+                    dsl_store.st_global_b8(places.second_scale + scales, scale_codes >> 16)
 
     def _store_codes(self, place: Int64, words):
         if len(words) == 1:

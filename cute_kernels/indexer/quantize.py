@@ -9,9 +9,10 @@ is computed; that these short cuts give the same bits is tested for every bf16 n
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels import dsl, dsl_store
+from cute_kernels.indexer.config import Table
 from cute_kernels.numerics import e2m1_device, e4m3_device
 
 
@@ -121,3 +122,24 @@ def table_value(address, is_bf16: Int32) -> Float32:
     else:
         value = dsl_store.ld_global_f32(address)
     return value
+
+
+@cute.jit
+def table_values(row: Int64, element: Int64, first: Int32, size: Int32, kind: Int32):
+    """Four numbers of a row from its number `first` on; those outside [0, size) are anything.
+
+    kind: a `Table`. At once: size and first are multiples of 4.
+    """
+    a, b, c, d = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+    if kind >= Table.FLOAT32_AT_ONCE:
+        near = Int64(dsl_store.clamp_s32(first, size - 4))
+        if kind == Table.FLOAT32_AT_ONCE:
+            a, b, c, d = dsl_store.ld_global_f32x4(row + near * 4)
+        else:
+            low, high = dsl_store.ld_global_b32x2(row + near * 2)
+            a, b = dsl_store.bf16x2_to_f32(low)
+            c, d = dsl_store.bf16x2_to_f32(high)
+    else:
+        places = [dsl_store.clamp_s32(first + k, size - 1) for k in range(4)]
+        a, b, c, d = [table_value(row + Int64(at) * element, kind) for at in places]
+    return a, b, c, d

@@ -74,6 +74,7 @@ def finite_or_zero(top: Float32) -> Float32:
 
 
 def weight(score: Float32, reference: Float32) -> Float32:
+    """exp(score - reference). The difference comes first: it is small where weights are not."""
     return dsl.exp2((score - reference) * dsl.LOG2_E)
 
 
@@ -109,7 +110,7 @@ class Compressor:
         if const_expr(self.config.warps > 1):
             channels = self._joined(shared, warp, channels)
         return [
-            [Float32(one.value / one.total) for one in channels[v]]
+            [one.value * dsl_store.rcp(one.total) for one in channels[v]]
             for v in range(self.config.vectors)
         ]
 
@@ -142,34 +143,51 @@ class Compressor:
         channel = v * WARP_CHANNELS + cute.arch.lane_idx() * LANE_CHANNELS
         # Lanes past the row load channels of others, and are not stored.
         channel = dsl_store.min_s32(channel, state.head_size - LANE_CHANNELS)
-        offset = Int64(channel) * state.element
-        rows = []
-        for r in range(WINDOW_ROWS):
-            at = dsl_store.shuffle_b64(address, Int32(r)) + offset
-            entries = self._load(state, at)
-            rows.append((entries, self._load(state, at + state.width)))
+        words = self._load(state, address, Int64(channel) * state.element)
         entries, scores = [], []
-        for r, (words, score_words) in enumerate(rows):
+        for r in range(WINDOW_ROWS):
             keep = dsl.shuffle_from_lane(exists, Int32(r))
-            entries.append([dsl.bits_to_f32(x & keep) for x in words])
             missing = ~keep & _NEG_INF_BITS
-            scores.append([dsl.bits_to_f32(x & keep | missing) for x in score_words])
+            own = words[2 * LANE_CHANNELS * r :]
+            entries.append([dsl.bits_to_f32(x & keep) for x in own[:LANE_CHANNELS]])
+            own = own[LANE_CHANNELS : 2 * LANE_CHANNELS]
+            scores.append([dsl.bits_to_f32(x & keep | missing) for x in own])
         return [
             self._with_rows(one, [row[i] for row in entries], [row[i] for row in scores])
             for i, one in enumerate(channels)
         ]
 
     @cute.jit
-    def _load(self, state: State, at: Int64):
-        a, b, c, d = (Int32(0), Int32(0), Int32(0), Int32(0))
+    def _load(self, state: State, address: Int64, offset: Int64):
+        """Entries and scores of the lane's channels, of one row after the other.
+
+        All branch at once, and the first way takes half the registers for addresses.
+        """
+        words = [Int32(0)] * (2 * LANE_CHANNELS * WINDOW_ROWS)
         if state.vector != 0:
-            a, b, c, d = dsl_store.ld_global_b32x4(at)
+            words = self._load_wide(state, address, offset)
         else:
-            a = dsl_store.ld_global_b32(at)
-            b = dsl_store.ld_global_b32(at + state.element)
-            c = dsl_store.ld_global_b32(at + 2 * state.element)
-            d = dsl_store.ld_global_b32(at + 3 * state.element)
-        return a, b, c, d
+            words = self._load_single(state, address, offset)
+        return words
+
+    def _load_wide(self, state: State, address: Int64, offset: Int64):
+        # In units of 16 bytes 32 bits reach far enough (``op.prepare_k``).
+        unit = Int32((address - state.state) >> 4)
+        bases, words = (state.state + offset, state.state + offset + state.width), []
+        for r in range(WINDOW_ROWS):
+            row = dsl.shuffle_from_lane(unit, Int32(r))
+            for base in bases:
+                words += dsl_store.ld_global_b32x4(dsl_store.add_16_times(base, row))
+        return words
+
+    def _load_single(self, state: State, address: Int64, offset: Int64):
+        words = []
+        for r in range(WINDOW_ROWS):
+            row = dsl_store.shuffle_b64(address, Int32(r)) + offset
+            for base in (row, row + state.width):
+                places = [base + i * state.element for i in range(LANE_CHANNELS)]
+                words += [dsl_store.ld_global_b32(place) for place in places]
+        return words
 
     def _with_rows(self, one: Softmax, entries, scores) -> Softmax:
         top = one.top
@@ -185,32 +203,41 @@ class Compressor:
 
     @cute.jit
     def _joined(self, shared: Int32, warp: Int32, channels):
-        """All warps' channels as one, in the first warp."""
-        lane = cute.arch.lane_idx()
-        warp_bytes = 3 * self.config.vectors * _ROW_BYTES
-        own = shared + warp * warp_bytes + lane * (4 * LANE_CHANNELS)
-        # Not before the first warp has read those of the window before.
+        """Sums and weighted sums of all warps, in the first warp.
+
+        All warps first learn all maxima, so that what they then leave only has to be added.
+        """
+        warps, vectors = self.config.warps, self.config.vectors
+        tops = shared + cute.arch.lane_idx() * (4 * LANE_CHANNELS)
+        sums = tops + warps * vectors * _ROW_BYTES
+        own = warp * (vectors * _ROW_BYTES)
+        for v in cutlass.range_constexpr(vectors):
+            top = [one.top for one in channels[v]]
+            dsl.st_shared_f32x4(tops + own + v * _ROW_BYTES, *top)
         cute.arch.sync_threads()
-        for v in cutlass.range_constexpr(self.config.vectors):
-            for field in cutlass.range_constexpr(3):
-                x = [one[field] for one in channels[v]]
-                dsl.st_shared_f32x4(own + (3 * v + field) * _ROW_BYTES, *x)
+        for v in cutlass.range_constexpr(vectors):
+            top = [one.top for one in channels[v]]
+            for other in cutlass.range_constexpr(warps):
+                more = dsl.ld_shared_f32x4(tops + (other * vectors + v) * _ROW_BYTES)
+                top = [dsl.fmax(x, y) for x, y in zip(top, more, strict=True)]
+            factor = [
+                weight(one.top, finite_or_zero(x)) for one, x in zip(channels[v], top, strict=True)
+            ]
+            total = [one.total * x for one, x in zip(channels[v], factor, strict=True)]
+            value = [one.value * x for one, x in zip(channels[v], factor, strict=True)]
+            dsl.st_shared_f32x4(sums + 2 * own + 2 * v * _ROW_BYTES, *total)
+            dsl.st_shared_f32x4(sums + 2 * own + (2 * v + 1) * _ROW_BYTES, *value)
         cute.arch.sync_threads()
         if warp == 0:
-            for v in cutlass.range_constexpr(self.config.vectors):
-                for other in cutlass.range(1, self.config.warps, unroll=1):
-                    at = shared + other * warp_bytes + lane * (4 * LANE_CHANNELS)
-                    parts = [
-                        dsl.ld_shared_f32x4(at + (3 * v + field) * _ROW_BYTES) for field in range(3)
-                    ]
-                    channels[v] = [
-                        self._merged(one, Softmax(*(part[i] for part in parts)))
-                        for i, one in enumerate(channels[v])
-                    ]
+            for v in cutlass.range_constexpr(vectors):
+                total, value = ([Float32(0.0)] * LANE_CHANNELS for _ in range(2))
+                for other in cutlass.range_constexpr(warps):
+                    at = sums + 2 * (other * vectors + v) * _ROW_BYTES
+                    parts = dsl.ld_shared_f32x4(at), dsl.ld_shared_f32x4(at + _ROW_BYTES)
+                    total = [x + y for x, y in zip(total, parts[0], strict=True)]
+                    value = [x + y for x, y in zip(value, parts[1], strict=True)]
+                channels[v] = [
+                    Softmax(one.top, x, y)
+                    for one, x, y in zip(channels[v], total, value, strict=True)
+                ]
         return channels
-
-    def _merged(self, a: Softmax, b: Softmax) -> Softmax:
-        top = dsl.fmax(a.top, b.top)
-        reference = finite_or_zero(top)
-        of_a, of_b = weight(a.top, reference), weight(b.top, reference)
-        return Softmax(top, a.total * of_a + b.total * of_b, a.value * of_a + b.value * of_b)
