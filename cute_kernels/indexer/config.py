@@ -93,9 +93,11 @@ class IndexerKConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """Resident CTAs that registers are budgeted for: 128 registers a thread, or what is left
-        to four vectors."""
-        return 3 if self.warps == 1 else 1
+        """Resident CTAs that registers are budgeted for: one of long windows has 512 threads, or
+        the four vectors of fewer."""
+        if self.warps > 1:
+            return 1
+        return 3 if self.vectors == 1 else 2
 
     @property
     def smem_carveout(self) -> int:

@@ -38,7 +38,14 @@ from cute_kernels.indexer.quantize import (
     table_value,
     table_values,
 )
-from cute_kernels.indexer.tokens import Token, Tokens, completes, position_of
+from cute_kernels.indexer.tokens import (
+    Token,
+    Tokens,
+    completes,
+    position_of,
+    sequence_of,
+    token_at,
+)
 from cute_kernels.indexer.window import Compressor, Row, State
 from cute_kernels.store.kernel import Divisor, divided, owns
 
@@ -146,18 +153,22 @@ class IndexerK(Compressor):
             # All three at once: each wait is a trip to memory.
             slot = mSlots[near]
             position = position_of(tokens, near)
-            sequence = dsl_store.ld_global_b32(tokens.sequences + Int64(near) * tokens.sequence)
+            sequence = sequence_of(tokens, near)
             live = completes(tokens, slot, position) & Int32(start + lane < end)
             left = Int32(cute.arch.vote_ballot_sync(live != 0))
             while left != 0:
                 first = Int32(cute.arch.popc((left & -left) - 1))
                 left = left & (left - 1)
-                token = Token(
-                    start + first,
-                    dsl_store.shuffle_b64(slot, first),
-                    dsl_store.shuffle_b64(position, first),
-                    dsl.shuffle_from_lane(sequence, first),
-                )
+                number = start + first
+                if const_expr(self.config.warps == 1):
+                    token = Token(
+                        number,
+                        dsl_store.shuffle_b64(slot, first),
+                        dsl_store.shuffle_b64(position, first),
+                        dsl.shuffle_from_lane(sequence, first),
+                    )
+                else:
+                    token = token_at(mSlots, tokens, number)
                 self._row(mSlots, tokens, state, rotary, norm, cache, shared, token)
 
     @cute.jit
@@ -173,23 +184,35 @@ class IndexerK(Compressor):
         token: Token,
     ):
         """Compress and insert the row that a token completes; all lanes take part."""
-        # (position // ratio) * ratio of a token that completes a row.
-        first = dsl_store.clamp_s64(
-            token.position + 1 - Int64(tokens.ratio.divisor), rotary.last_position
-        )
-        table = rotary.cos_sin + first * rotary.row
-        # Loaded before the window, so that nothing has to be waited for after it.
-        factors = [
-            self._factors(rotary, norm, table, self._channel(state.head_size, v), state.head_size)
-            for v in range(self.config.vectors)
-        ]
-        compressed = self.compress(state, Row(token.position, token.sequence), shared)
+        # Factors are loaded before they are needed: with the window, or, where many warps leave few
+        # registers, while those warps are waited for; there the token is looked up again too.
+        window = Row(token.position, token.sequence)
         if const_expr(self.config.warps == 1):
+            factors = self._factors_of(tokens, rotary, norm, token, state.head_size)
+            channels = self.window(state, window)
+            compressed = self.compressed(shared, channels)
             self._finish(mSlots, tokens, rotary, norm, cache, token, compressed, factors)
         else:
+            channels = self.window(state, window)
+            token = token_at(mSlots, tokens, token.number)
+            factors = self._factors_of(tokens, rotary, norm, token, state.head_size)
+            compressed = self.compressed(shared, channels)
             tid, _, _ = cute.arch.thread_idx()
             if tid < 32:
                 self._finish(mSlots, tokens, rotary, norm, cache, token, compressed, factors)
+
+    def _factors_of(
+        self, tokens: Tokens, rotary: Rotary, norm: Norm, token: Token, head_size: Int32
+    ):
+        """By vector."""
+        # (position // ratio) * ratio of a token that completes a row.
+        first = token.position + 1 - Int64(tokens.ratio.divisor)
+        first = dsl_store.clamp_s64(first, rotary.last_position)
+        table = rotary.cos_sin + first * rotary.row
+        return [
+            self._factors(rotary, norm, table, self._channel(head_size, v), head_size)
+            for v in range(self.config.vectors)
+        ]
 
     def _channel(self, head_size: Int32, v: int) -> Int32:
         """The lane's first channel of a vector; lanes past the row repeat its last."""

@@ -54,6 +54,14 @@ def position_of(tokens: Tokens, token: Int32) -> Int64:
     return dsl_store.ld_global_b64(tokens.positions + Int64(token) * tokens.position)
 
 
+def sequence_of(tokens: Tokens, token: Int32) -> Int32:
+    return dsl_store.ld_global_b32(tokens.sequences + Int64(token) * tokens.sequence)
+
+
+def token_at(mSlots: cute.Tensor, tokens: Tokens, token: Int32) -> Token:
+    return Token(token, mSlots[token], position_of(tokens, token), sequence_of(tokens, token))
+
+
 class ClaimRows:
     """owner[slot] = token for every token that completes a row, whichever of several is last.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels import dsl, dsl_store
 from cute_kernels.indexer.config import (
@@ -90,29 +90,33 @@ class Compressor:
         floats = allocator.allocate_array(Float32, self.config.shared_floats, byte_alignment=128)
         return floats.toint()
 
-    @cute.jit
-    def compress(self, state: State, row: Row, shared: Int32):
-        """The compressed channels of each lane, by vector; right in the first of several warps."""
+    def _warp(self) -> Int32:
+        """The warp's number among those that share a window."""
+        if self.config.warps == 1:
+            return Int32(0)
         tid, _, _ = cute.arch.thread_idx()
-        warp = Int32(0)
-        if const_expr(self.config.warps > 1):
-            warp = tid >> 5
+        return tid >> 5
+
+    @cute.jit
+    def window(self, state: State, row: Row):
+        """The softmax of the warp's rows of the window, in each channel of each lane, by vector."""
         empty = (dsl.NEG_INF, 0.0, 0.0)
         channels = [
             [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
             for _ in range(self.config.vectors)
         ]
         batches = cute.ceil_div(state.window, WINDOW_ROWS)
-        for batch in cutlass.range(warp, batches, self.config.warps, unroll=1):
+        for batch in cutlass.range(self._warp(), batches, self.config.warps, unroll=1):
             address, exists = self._addresses(state, row, batch * WINDOW_ROWS)
             for v in cutlass.range_constexpr(self.config.vectors):
                 channels[v] = self._batch(state, address, exists, v, channels[v])
-        if const_expr(self.config.warps > 1):
-            channels = self._joined(shared, warp, channels)
-        return [
-            [one.value * dsl_store.rcp(one.total) for one in channels[v]]
-            for v in range(self.config.vectors)
-        ]
+        return channels
+
+    def compressed(self, shared: Int32, channels):
+        """The compressed channels of each lane, by vector; right in the first of several warps."""
+        if self.config.warps > 1:
+            channels = self._joined(shared, self._warp(), channels)
+        return [[one.value * dsl_store.rcp(one.total) for one in of] for of in channels]
 
     @cute.jit
     def _addresses(self, state: State, row: Row, first: Int32):
