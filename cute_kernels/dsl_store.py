@@ -272,6 +272,12 @@ def max_bf16x2(x: Int32, y: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def max_or_nan_bf16x2(x: Int32, y: Int32, *, loc=None, ip=None):
+    """Lane-wise; 0x7FFF where one is NaN."""
+    return _asm([Int32], [x, y], "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
 def max_u16x2(x: Int32, y: Int32, *, loc=None, ip=None):
     return _asm([Int32], [x, y], "max.u16x2 $0, $1, $2;", "=r,r,r", False, loc, ip)
 
@@ -318,6 +324,41 @@ def pack_e2m1x8_of_bf16(
     """Eight bf16 (pairs in w0..w3) times a pair of equal bf16, a power of two, to E2M1 codes."""
     operands, ptx = [w0, w1, w2, w3, scale], _pack_e2m1x8_of_bf16_ptx()
     return _asm([Int32], operands, ptx, "=r,r,r,r,r,r", False, loc, ip)
+
+
+def _pack_e2m1x8_in_range_ptx() -> str:
+    """As ``_pack_e2m1x8_of_bf16_ptx`` where no product exceeds 6: pairs in $1..$4, their magnitudes
+    in $5..$8, the scale in $9, 67 times the scale in $10.
+
+    M is such that the code is what |q| + M has in its last bits: ulps of 0.5, 1 and 2 below 2,
+    below 4 and from 4 on, and M = 64, 128 + 2, 256 + 8 for codes from 0, 4 and 6 on. With e, the
+    power of two of |q|, that is max(64, 67 e - 4). Bits 3 to 6 are then 0, and bit 7 is dropped.
+    """
+    lines = [".reg .b32 a<4>, e, m, p, s, x<2>, f4, f64;"]
+    lines.append("mov.b32 f4, 0xc080c080; mov.b32 f64, 0x42804280;")
+    for i in range(4):
+        lines.append(f"and.b32 e, ${5 + i}, 0x7f807f80; fma.rn.bf16x2 m, e, $10, f4;")
+        lines.append(f"max.bf16x2 m, m, f64; fma.rn.bf16x2 a{i}, ${5 + i}, $9, m;")
+    for i in range(2):
+        # Bytes with codes, bytes with eight times the sign, and two nibbles to a byte.
+        lines.append(f"prmt.b32 p, a{2 * i}, a{2 * i + 1}, 0x6420;")
+        lines.append(f"prmt.b32 s, ${2 * i + 1}, ${2 * i + 2}, 0xfdb9;")
+        lines.append("lop3.b32 p, s, p, 0x08080808, 0xE4; shr.u32 s, p, 4;")
+        lines.append(f"lop3.b32 x{i}, s, p, 0xf0f0f0f0, 0xE4;")
+    lines.append("prmt.b32 $0, x0, x1, 0x6420;")
+    return f"{{ {' '.join(lines)} }}"
+
+
+@dsl_user_op
+def pack_e2m1x8_in_range(
+    w0: Int32, w1: Int32, w2: Int32, w3: Int32, a0: Int32, a1: Int32, a2: Int32, a3: Int32,
+    scale: Int32, scale67: Int32, *, loc=None, ip=None,
+):  # fmt: skip
+    """Eight bf16 (pairs in w0..w3, their magnitudes in a0..a3) times a pair of equal bf16, a power
+    of two, to E2M1 codes; no product may exceed 6, and 67 times the power must not overflow."""
+    operands = [w0, w1, w2, w3, a0, a1, a2, a3, scale, scale67]
+    ptx = _pack_e2m1x8_in_range_ptx()
+    return _asm([Int32], operands, ptx, "=r" + ",r" * 10, False, loc, ip)
 
 
 # ---- global memory, of kernels that are launched before their predecessor has ended ---------

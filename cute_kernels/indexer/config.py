@@ -18,6 +18,8 @@ MAX_HEAD_SIZE = 512
 HEAD_SIZES = tuple(range(HEAD_MULTIPLE, MAX_HEAD_SIZE + 1, HEAD_MULTIPLE))
 Q_DTYPES = ("bf16",)
 Q_THREADS = 128
+# DeepSeek-V4's sizes, constants in variants of their own: addresses then cost next to nothing.
+FIXED_HEAD_SIZE, FIXED_PAIRS = 128, 32
 # Calls of at least this many (token, head) rows an SM share rotations between heads of a thread.
 Q_SHARED_ROWS = 64
 # Rows of a window that a lane has in flight: the whole window of DeepSeek-V4's ratio 4.
@@ -45,17 +47,20 @@ class IndexerQConfig:
 
     cache_format: "mxfp4" or "fp8_e4m3", of the codes.
     heads_per_thread: heads of a token that a thread takes, with one load of cos and sin.
+    fixed_sizes: heads of `FIXED_HEAD_SIZE` with `FIXED_PAIRS` rotated pairs; else any.
     e2m1_instruction: convert to E2M1 by the instruction that only some targets have.
     """
 
     cache_format: str
     heads_per_thread: int
+    fixed_sizes: bool
     e2m1_instruction: bool
 
     @property
     def name(self) -> str:
+        size = f"_d{FIXED_HEAD_SIZE}" if self.fixed_sizes else ""
         by = "_cvt" if self.e2m1_instruction else ""
-        return f"indexer_q_{self.cache_format}_h{self.heads_per_thread}{by}"
+        return f"indexer_q_{self.cache_format}{size}_h{self.heads_per_thread}{by}"
 
     @property
     def ctas_per_sm(self) -> int:
@@ -126,10 +131,13 @@ def _by_instruction(cache_format: str, target: str) -> bool:
     return cache_format == "mxfp4" and target in E2M1_TARGETS
 
 
-def q_config(cache_format: str, rows_per_sm: float, target: str) -> IndexerQConfig:
-    """The variant for a call of this many (token, head) rows for each SM."""
+def q_config(
+    cache_format: str, head_size: int, pairs: int, rows_per_sm: float, target: str
+) -> IndexerQConfig:
+    """The variant for a call with so many rotated pairs, and (token, head) rows for each SM."""
     heads = 4 if rows_per_sm >= Q_SHARED_ROWS else 1
-    return IndexerQConfig(cache_format, heads, _by_instruction(cache_format, target))
+    fixed = (head_size, pairs) == (FIXED_HEAD_SIZE, FIXED_PAIRS)
+    return IndexerQConfig(cache_format, heads, fixed, _by_instruction(cache_format, target))
 
 
 def k_config(cache_format: str, head_size: int, window: int, target: str) -> IndexerKConfig:
@@ -141,9 +149,19 @@ def k_config(cache_format: str, head_size: int, window: int, target: str) -> Ind
     return IndexerKConfig(cache_format, vectors, warps, _by_instruction(cache_format, target))
 
 
-def q_support_table(target: str) -> list[IndexerQConfig]:
-    """Every Q variant that the public function can ask for on an architecture."""
-    return [q_config(name, rows, target) for name in INDEXER_FORMATS for rows in (0, Q_SHARED_ROWS)]
+def q_support_table(
+    target: str, head_sizes: tuple[int, ...] = (FIXED_HEAD_SIZE,)
+) -> list[IndexerQConfig]:
+    """Every Q variant that calls with these head sizes can ask for on an architecture."""
+    sizes = ((size, pairs) for size in head_sizes for pairs in (1, FIXED_PAIRS))
+    return list(
+        dict.fromkeys(
+            q_config(name, *size, rows, target)
+            for size in sizes
+            for name in INDEXER_FORMATS
+            for rows in (0, Q_SHARED_ROWS)
+        )
+    )
 
 
 def k_support_table(

@@ -135,8 +135,9 @@ def prepare_q(call: IndexerQ) -> QLaunch:
     device = call.index_q.device
     arch = device_arch(device.index)
     storage = call.cache_format
-    config = q_config(storage, tokens * heads / arch.sm_count, arch.target)
     groups, pairs = head_size // HEAD_MULTIPLE, call.cos_sin_cache.shape[1] // 2
+    rows_per_sm = tokens * heads / arch.sm_count
+    config = q_config(storage, head_size, pairs, rows_per_sm, arch.target)
     half = (groups + 1) // 2 * HEAD_MULTIPLE
     team = (half // CHUNK - 1).bit_length()
     kind, table_bytes = table_kind(call.cos_sin_cache, pairs % 4 == 0)

@@ -15,6 +15,9 @@ from cute_kernels import dsl, dsl_store
 from cute_kernels.indexer.config import Table
 from cute_kernels.numerics import e2m1_device, e4m3_device
 
+# 2^-119 as bf16: 67 times the inverse scale is then finite.
+_LEAST = 8 << 7
+
 
 class Quantizer:
     """What the formats share: 2^(code - 127) is the least power of two that keeps amax in range.
@@ -27,6 +30,8 @@ class Quantizer:
     floor: int
     carry: int
     bias: int
+    # Whether there is a short way for amax from `_LEAST` to the largest finite number.
+    short: bool = False
 
     def scale_codes(self, largest: Int32) -> Int32:
         """Codes of both halves of a pair of amax."""
@@ -45,6 +50,19 @@ class QuantizeMxfp4(Quantizer):
 
     def __init__(self, e2m1_instruction: bool):
         self.e2m1_instruction = e2m1_instruction
+        self.short = not e2m1_instruction
+
+    def short_scales(self, largest: Int32) -> tuple[Int32, Int32]:
+        """Codes of both halves, and 2^(127 - code) of both, of amax that `outside` lets pass."""
+        offset = _both(self.carry) - _both(self.bias << 7)
+        exponents = (largest + offset) & _both(0x7F80)
+        return exponents >> 7, _both(254 << 7) - exponents
+
+    def short_codes(self, words, magnitudes, inverse: Int32):
+        """inverse: a pair of equal powers of two."""
+        # 67 is 1.046875 * 2^6.
+        scale67 = inverse + _both(6 << 7 | 6)
+        return [dsl_store.pack_e2m1x8_in_range(*words, *magnitudes, inverse, scale67)]
 
     def codes(self, words, inverse: Int32):
         return [e2m1_device.pack_bf16x8(words, inverse, self.e2m1_instruction)]
@@ -66,6 +84,11 @@ def quantizer(cache_format: str, e2m1_instruction: bool) -> QuantizeMxfp4 | Quan
     return QuantizeMxfp4(e2m1_instruction) if cache_format == "mxfp4" else QuantizeFp8()
 
 
+def outside(largest: Int32) -> Int32:
+    """Bits 15 and 31: where a half of a pair of amax is not finite, or less than `_LEAST`."""
+    return (largest + _both(0x80)) | ~(largest + _both(0x8000 - _LEAST))
+
+
 def _both(half: int) -> int:
     """A word with `half` in both halves."""
     return half << 16 | half
@@ -76,12 +99,17 @@ def inverse_scales(codes: Int32) -> tuple[Int32, Int32]:
     exponents = (_both(254) - codes) << 7
     # 2^-127, for the code 254, is subnormal.
     inverse = dsl_store.max_u16x2(exponents, Int32(_both(0x40)))
-    return dsl_store.permute(inverse, inverse, 0x1010), dsl_store.permute(inverse, inverse, 0x3232)
+    return pairs_of_equals(inverse)
 
 
 def scale_value(code: Int32) -> Float32:
     """2^(code - 127), for a code from 1 to 254 in the low half."""
     return dsl.bits_to_f32((code & 0xFF) << 23)
+
+
+def pairs_of_equals(inverse: Int32) -> tuple[Int32, Int32]:
+    """The low and the high half, each twice."""
+    return dsl_store.permute(inverse, inverse, 0x1010), dsl_store.permute(inverse, inverse, 0x3232)
 
 
 def largest_of(words) -> Int32:
@@ -92,17 +120,16 @@ def largest_of(words) -> Int32:
     return largest
 
 
-def halves_joined(low: Int32, high: Int32) -> Int32:
+def halves_joined(low: Int32, high: Int32, larger=dsl_store.max_bf16x2) -> Int32:
     """The larger half of `low` in the low half, that of `high` in the high half."""
     firsts = dsl_store.permute(low, high, 0x5410)
-    return dsl_store.max_bf16x2(firsts, dsl_store.permute(low, high, 0x7632))
+    return larger(firsts, dsl_store.permute(low, high, 0x7632))
 
 
-def largest_over_lanes(largest: Int32, masks) -> Int32:
+def largest_over_lanes(largest: Int32, masks, larger=dsl_store.max_bf16x2) -> Int32:
     """Halves apart, over the lanes whose number differs in the bits of `masks`."""
     for mask in masks:
-        other = dsl.shuffle_xor_b32(largest, Int32(mask))
-        largest = dsl_store.max_bf16x2(largest, other)
+        largest = larger(largest, dsl.shuffle_xor_b32(largest, Int32(mask)))
     return largest
 
 

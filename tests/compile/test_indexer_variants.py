@@ -16,10 +16,8 @@ KS = [unit for unit in UNITS if isinstance(unit.config, IndexerKConfig)]
 
 
 def test_the_units_are_all_there():
-    """Two formats; Q: heads of a thread; K: head sizes and windows; and what claims slots."""
-    assert (
-        len(UNITS) == len({unit_id(unit) for unit in UNITS}) == len(TARGETS) * (2 * 2 + 2 * 4 + 1)
-    )
+    """Two formats; Q: sizes, and heads of a thread; K: head sizes and windows; and the claim."""
+    assert len(UNITS) == len({unit_id(unit) for unit in UNITS}) == len(TARGETS) * 2 * (4 + 4) + 4
 
 
 @over(UNITS)

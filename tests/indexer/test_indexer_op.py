@@ -80,7 +80,7 @@ def test_a_launch_of_q(compiled, use_fp4):
     launch = op.prepare_q(call)
     codes, scales, weights = launch.go(*call[:4])
     config, recorder = compiled["indexer_q_sm90"]
-    assert config == q_config(call.cache_format, 5 * 64 / 132, "sm_90a")
+    assert config == q_config(call.cache_format, 128, 32, 5 * 64 / 132, "sm_90a")
     ((mWeights, *groups),) = recorder.calls
     assert mWeights is weights and weights.shape == (5, 64)
     kinds = (q_kernel.Addresses, q_kernel.Strides, q_kernel.Sizes, q_kernel.Factors)
@@ -243,7 +243,8 @@ def test_the_support_tables_have_what_calls_ask_for(target):
     q, k = set(q_support_table(target)), set(k_support_table(target))
     for cache_format in ("mxfp4", "fp8_e4m3"):
         for rows in (0.1, 63, 64, 1e6):
-            assert q_config(cache_format, rows, target) in q
+            for size in ((128, 32), (128, 31), (96, 32)):
+                assert q_config(cache_format, *size, rows, target) in q
         for head_size in HEAD_SIZES:
             for window in (1, 8, 32, 33, 128, 4096):
                 config = k_config(cache_format, head_size, window, target)
