@@ -89,6 +89,12 @@ def below(x: Int32, limit: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def ones_below(x: Int32, limit: Int32, *, loc=None, ip=None):
+    """All bits where x < limit, both unsigned, else 0."""
+    return _asm([Int32], [x, limit], "set.lt.u32.u32 $0, $1, $2;", "=r,r,r", False, loc, ip)
+
+
+@dsl_user_op
 def where_negative(x: Int32, then, otherwise, *, loc=None, ip=None):
     """`then` where x < 0, else `otherwise`; both Int32 or both Float32."""
     kind, r = type(then), "f" if type(then) is Float32 else "r"

@@ -27,6 +27,10 @@ WINDOW_ROWS = 8
 # Channels that a warp's lanes hold together, 16 bytes of float32 each.
 LANE_CHANNELS = 4
 WARP_CHANNELS = 32 * LANE_CHANNELS
+# Warps that share a window leave a row of shared memory each; 8 floats between rows, so that the
+# threads that then join four parts of a channel each meet no bank conflicts.
+JOIN_ROW_BYTES = 4 * (WARP_CHANNELS + 8)
+JOINED_WARPS = 4
 # Calls of up to this many tokens look for repeated slots in the kernel itself; longer ones are
 # preceded by a launch of `IndexerClaimConfig`.
 SCANNED_TOKENS = 1024
@@ -75,18 +79,22 @@ class IndexerKConfig:
     cache_format: "mxfp4" or "fp8_e4m3".
     vectors: how often `WARP_CHANNELS` go into the head size, rounded up; some may be unused.
     warps: that share a window. With one, `independent_warps` of a CTA have windows of their own.
+    loop: for windows of more rows than the warps hold at once, `WINDOW_ROWS` each, and for states
+        that do not allow 16-byte loads. Else neither occurs.
     e2m1_instruction: as in `IndexerQConfig`.
     """
 
     cache_format: str
     vectors: int
     warps: int
+    loop: bool
     e2m1_instruction: bool
 
     @property
     def name(self) -> str:
+        loop = "_loop" if self.loop else ""
         by = "_cvt" if self.e2m1_instruction else ""
-        return f"indexer_k_{self.cache_format}_v{self.vectors}_w{self.warps}{by}"
+        return f"indexer_k_{self.cache_format}_v{self.vectors}_w{self.warps}{loop}{by}"
 
     @property
     def independent_warps(self) -> int:
@@ -102,7 +110,7 @@ class IndexerKConfig:
         the four vectors of fewer."""
         if self.warps > 1:
             return 1
-        return 3 if self.vectors == 1 else 2
+        return 4 if self.vectors == 1 else 2
 
     @property
     def smem_carveout(self) -> int:
@@ -111,8 +119,12 @@ class IndexerKConfig:
 
     @property
     def shared_floats(self) -> int:
-        """Maxima, sums and weighted sums of all channels and warps; none where one warp has all."""
-        return 0 if self.warps == 1 else 3 * self.warps * self.vectors * WARP_CHANNELS
+        """Maxima, sums and weighted sums of all channels and warps, and the compressed channels;
+        none where one warp has all."""
+        if self.warps == 1:
+            return 0
+        rows = 3 * self.warps * self.vectors
+        return rows * JOIN_ROW_BYTES // 4 + self.vectors * WARP_CHANNELS
 
 
 @dataclass(frozen=True)
@@ -140,13 +152,20 @@ def q_config(
     return IndexerQConfig(cache_format, heads, fixed, _by_instruction(cache_format, target))
 
 
-def k_config(cache_format: str, head_size: int, window: int, target: str) -> IndexerKConfig:
-    """The variant for windows of this many rows."""
+def k_config(
+    cache_format: str, head_size: int, window: int, target: str, wide: bool = True
+) -> IndexerKConfig:
+    """The variant for windows of this many rows. wide: of which lanes may load 16 bytes at once."""
     vectors = 1 if head_size <= WARP_CHANNELS else 4
-    # A longer window has a CTA: 16 warps of 8 rows take DeepSeek-V4's 128 at once. With 4 vectors
-    # shared memory would need more than the 48 KiB that need no opting in.
-    warps = 1 if window <= 4 * WINDOW_ROWS else 16 // vectors
-    return IndexerKConfig(cache_format, vectors, warps, _by_instruction(cache_format, target))
+    # A longer window has a CTA: 16 warps of 8 rows take DeepSeek-V4's 128 at once. In a loop they
+    # would lack registers, with 4 vectors the 48 KiB of shared memory that need no opting in.
+    short = window <= WINDOW_ROWS
+    if vectors == 1:
+        loop = not wide or window > 16 * WINDOW_ROWS
+        warps = 8 if loop else 1 if short else 16
+    else:
+        warps, loop = 1 if short else 4, True
+    return IndexerKConfig(cache_format, vectors, warps, loop, _by_instruction(cache_format, target))
 
 
 def q_support_table(
@@ -168,9 +187,11 @@ def k_support_table(
     target: str, head_sizes: tuple[int, ...] = (WARP_CHANNELS, MAX_HEAD_SIZE)
 ) -> list[IndexerKConfig]:
     """Every K variant that calls with these head sizes can ask for on an architecture."""
-    return [
-        k_config(name, head_size, window, target)
-        for name in INDEXER_FORMATS
-        for head_size in head_sizes
-        for window in (1, 128)
-    ]
+    return list(
+        dict.fromkeys(
+            k_config(name, head_size, window, target)
+            for name in INDEXER_FORMATS
+            for head_size in head_sizes
+            for window in (WINDOW_ROWS, 16 * WINDOW_ROWS, 16 * WINDOW_ROWS + 1)
+        )
+    )

@@ -38,14 +38,7 @@ from cute_kernels.indexer.quantize import (
     table_value,
     table_values,
 )
-from cute_kernels.indexer.tokens import (
-    Token,
-    Tokens,
-    completes,
-    position_of,
-    sequence_of,
-    token_at,
-)
+from cute_kernels.indexer.tokens import Tokens, completes, position_of, sequence_of
 from cute_kernels.indexer.window import Compressor, Row, State
 from cute_kernels.store.kernel import Divisor, divided, owns
 
@@ -150,26 +143,13 @@ class IndexerK(Compressor):
         end = dsl_store.min_s32((span + 1) * tokens.span, tokens.tokens)
         for start in cutlass.range(span * tokens.span, end, 32, unroll=1):
             near = dsl_store.min_s32(start + lane, end - 1)
-            # All three at once: each wait is a trip to memory.
-            slot = mSlots[near]
-            position = position_of(tokens, near)
-            sequence = sequence_of(tokens, near)
+            slot, position = mSlots[near], position_of(tokens, near)
             live = completes(tokens, slot, position) & Int32(start + lane < end)
             left = Int32(cute.arch.vote_ballot_sync(live != 0))
             while left != 0:
                 first = Int32(cute.arch.popc((left & -left) - 1))
                 left = left & (left - 1)
-                number = start + first
-                if const_expr(self.config.warps == 1):
-                    token = Token(
-                        number,
-                        dsl_store.shuffle_b64(slot, first),
-                        dsl_store.shuffle_b64(position, first),
-                        dsl.shuffle_from_lane(sequence, first),
-                    )
-                else:
-                    token = token_at(mSlots, tokens, number)
-                self._row(mSlots, tokens, state, rotary, norm, cache, shared, token)
+                self._row(mSlots, tokens, state, rotary, norm, cache, shared, start + first)
 
     @cute.jit
     def _row(
@@ -181,32 +161,32 @@ class IndexerK(Compressor):
         norm: Norm,
         cache: Cache,
         shared: Int32,
-        token: Token,
+        token: Int32,
     ):
         """Compress and insert the row that a token completes; all lanes take part."""
-        # Factors are loaded before they are needed: with the window, or, where many warps leave few
-        # registers, while those warps are waited for; there the token is looked up again too.
-        window = Row(token.position, token.sequence)
+        # What was just read is read again, from the cache, instead of being kept in registers.
+        # Factors come before they are needed: with the window, or, where many warps leave fewer
+        # registers, while those are waited for.
+        row = Row(position_of(tokens, token), sequence_of(tokens, token))
         if const_expr(self.config.warps == 1):
-            factors = self._factors_of(tokens, rotary, norm, token, state.head_size)
-            channels = self.window(state, window)
-            compressed = self.compressed(shared, channels)
+            factors = self._factors_of(tokens, rotary, norm, row.position, state.head_size)
+            compressed = self.compressed(shared, self.window(state, row))
             self._finish(mSlots, tokens, rotary, norm, cache, token, compressed, factors)
         else:
-            channels = self.window(state, window)
-            token = token_at(mSlots, tokens, token.number)
-            factors = self._factors_of(tokens, rotary, norm, token, state.head_size)
+            channels = self.window(state, row)
+            position = position_of(tokens, token)
+            factors = self._factors_of(tokens, rotary, norm, position, state.head_size)
             compressed = self.compressed(shared, channels)
             tid, _, _ = cute.arch.thread_idx()
             if tid < 32:
                 self._finish(mSlots, tokens, rotary, norm, cache, token, compressed, factors)
 
     def _factors_of(
-        self, tokens: Tokens, rotary: Rotary, norm: Norm, token: Token, head_size: Int32
+        self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int64, head_size: Int32
     ):
         """By vector."""
         # (position // ratio) * ratio of a token that completes a row.
-        first = token.position + 1 - Int64(tokens.ratio.divisor)
+        first = position + 1 - Int64(tokens.ratio.divisor)
         first = dsl_store.clamp_s64(first, rotary.last_position)
         table = rotary.cos_sin + first * rotary.row
         return [
@@ -241,12 +221,12 @@ class IndexerK(Compressor):
         rotary: Rotary,
         norm: Norm,
         cache: Cache,
-        token: Token,
+        token: Int32,
         compressed,
         factors,
     ):
         """By one warp: from its lanes' channels to stored bytes."""
-        lane = cute.arch.lane_idx()
+        lane, slot = cute.arch.lane_idx(), mSlots[token]
         head_size = cache.row_values * (2 // self.quantizer.code_words)
         words = self._words(rotary, norm, head_size, compressed, factors)
         largest = [self._largest(chunk) for chunk in words]
@@ -262,12 +242,12 @@ class IndexerK(Compressor):
             self.quantizer.codes(chunk, inverse_scales(one)[0])
             for chunk, one in zip(words, scale_codes, strict=True)
         ]
-        block, row_of_block = divided(Int32(token.slot), cache.rows)
+        block, row_of_block = divided(Int32(slot), cache.rows)
         data = cache.data + Int64(block) * cache.block
         values = data + Int64(row_of_block) * Int64(cache.row_values)
         scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
-        if not self._is_repeated(mSlots, tokens, token):
-            if owns(tokens.owner, token.number, token.slot):
+        if not self._is_repeated(mSlots, tokens, token, slot):
+            if owns(tokens.owner, token, slot):
                 for v in cutlass.range_constexpr(self.config.vectors):
                     channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
                     if channel < head_size:
@@ -354,18 +334,18 @@ class IndexerK(Compressor):
                 dsl_store.st_global_b8(at + i, word >> (8 * i))
 
     @cute.jit
-    def _is_repeated(self, mSlots: cute.Tensor, tokens: Tokens, token: Token) -> bool:
+    def _is_repeated(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32, slot: Int64) -> bool:
         """In a short call: whether a later token completes a row for this slot."""
         found = Int32(0)
         if tokens.owner == 0:
             lane = cute.arch.lane_idx()
             last = tokens.tokens - 1
-            for start in cutlass.range(token.number + 1, tokens.tokens, 32 * _BATCH, unroll=1):
+            for start in cutlass.range(token + 1, tokens.tokens, 32 * _BATCH, unroll=1):
                 places = [start + lane + 32 * k for k in range(_BATCH)]
                 slots = [mSlots[dsl_store.min_s32(place, last)] for place in places]
                 for k in cutlass.range_constexpr(_BATCH):
-                    if slots[k] == token.slot and places[k] <= last:
+                    if slots[k] == slot and places[k] <= last:
                         position = position_of(tokens, places[k])
-                        found = found | completes(tokens, token.slot, position)
+                        found = found | completes(tokens, slot, position)
             found = dsl.warp_max_b32(found)
         return found != 0

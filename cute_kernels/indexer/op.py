@@ -179,8 +179,9 @@ def prepare_q(call: IndexerQ) -> QLaunch:
 class KLaunch(NamedTuple):
     """A launch of K but for the addresses: what follows them in the groups of `k_kernel`.
 
-    vectors, aligned: whether the state's and the cache's strides allow wide accesses. norm_kind:
-    a `Table`, for an address that is a multiple of norm_bytes and for another.
+    vectors, aligned: whether the state's and the cache's strides allow wide accesses. state_bytes:
+    what the state's address has to be a multiple of. norm_kind: a `Table`, for an address that is a
+    multiple of norm_bytes and for another.
     """
 
     function: Callable[..., None]
@@ -190,6 +191,7 @@ class KLaunch(NamedTuple):
     tokens: tuple[int, ...]
     state: tuple[Any, ...]
     vectors: bool
+    state_bytes: int
     table: tuple[int, ...]
     rotary: tuple[int, ...]
     norm: tuple[Any, ...]
@@ -198,9 +200,13 @@ class KLaunch(NamedTuple):
     cache: tuple[Any, ...]
     aligned: bool
 
-    def go(self, *tensors: torch.Tensor) -> None:
-        """Launch on the device's current stream; tensors as `_go` names them."""
-        on_device(self.device, self._go, *tensors)
+    def go(self, state_cache: torch.Tensor, *tensors: torch.Tensor) -> bool:
+        """Launch on the device's current stream, tensors as `_go` names them; False where the
+        state's address is not as aligned."""
+        if state_cache.data_ptr() % self.state_bytes:
+            return False
+        on_device(self.device, self._go, state_cache, *tensors)
+        return True
 
     def _go(
         self, state_cache, token_to_seq, positions, slot_mapping, state_block_table, norm_weight,
@@ -235,7 +241,11 @@ def prepare_k(call: IndexerK) -> KLaunch:
     device, head_size = call.k_cache.device, call.head_size
     arch = device_arch(device.index)
     window, count = (1 + call.overlap) * call.compress_ratio, call.slot_mapping.shape[0]
-    config = k_config(call.cache_format.name, head_size, window, arch.target)
+    state = call.state_cache
+    extent = sum((n - 1) * stride for n, stride in zip(state.shape, state.stride(), strict=True))
+    dense = state.stride(2) == 1 and are_multiples(state, 4) and 4 * extent < 2**36
+    wide = dense and state.data_ptr() % 16 == 0
+    config = k_config(call.cache_format.name, head_size, window, arch.target, wide)
     blocks, block_size = call.k_cache.shape[:2]
     per_sm = _WARPS_PER_SM if config.warps == 1 else _CTAS_PER_SM
     span = -(-count // (per_sm * arch.sm_count))
@@ -245,9 +255,6 @@ def prepare_k(call: IndexerK) -> KLaunch:
         claim = _compiled("indexer_claim", _CLAIM, device, arch.target)
     norm_kind, norm_bytes = table_kind(norm_weight, True)
     values, scales = call.cache_format.row_parts(head_size)
-    state = call.state_cache
-    extent = sum((n - 1) * stride for n, stride in zip(state.shape, state.stride(), strict=True))
-    dense = state.stride(2) == 1 and are_multiples(state, 4) and 4 * extent < 2**36
     return KLaunch(
         function=_compiled(kernel_name("k", arch.target), config, device, arch.target),
         claim=claim,
@@ -262,6 +269,7 @@ def prepare_k(call: IndexerK) -> KLaunch:
         ),
         state=_state(call, window),
         vectors=dense,
+        state_bytes=4 if config.loop else 16,
         table=(
             *(4 * stride for stride in call.state_block_table.stride()),
             call.state_block_table.shape[0] - 1,

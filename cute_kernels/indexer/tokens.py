@@ -31,15 +31,6 @@ class Tokens(NamedTuple):
     owner: Int64
 
 
-class Token(NamedTuple):
-    """A token that completes a row, and where it is to go."""
-
-    number: Int32
-    slot: Int64
-    position: Int64
-    sequence: Int32
-
-
 def completes(tokens: Tokens, slot: Int64, position: Int64) -> Int32:
     """1 where such a token completes a row that has a slot in the cache.
 
@@ -56,10 +47,6 @@ def position_of(tokens: Tokens, token: Int32) -> Int64:
 
 def sequence_of(tokens: Tokens, token: Int32) -> Int32:
     return dsl_store.ld_global_b32(tokens.sequences + Int64(token) * tokens.sequence)
-
-
-def token_at(mSlots: cute.Tensor, tokens: Tokens, token: Int32) -> Token:
-    return Token(token, mSlots[token], position_of(tokens, token), sequence_of(tokens, token))
 
 
 class ClaimRows:

@@ -8,14 +8,17 @@ leave theirs in shared memory, and the first warp joins them.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels import dsl, dsl_store
 from cute_kernels.indexer.config import (
+    JOIN_ROW_BYTES,
+    JOINED_WARPS,
     LANE_CHANNELS,
     WARP_CHANNELS,
     WINDOW_ROWS,
@@ -24,7 +27,6 @@ from cute_kernels.indexer.config import (
 from cute_kernels.store.kernel import Divisor, divided
 
 _NEG_INF_BITS = -(1 << 23)
-_ROW_BYTES = 4 * WARP_CHANNELS
 
 
 class State(NamedTuple):
@@ -100,37 +102,45 @@ class Compressor:
     @cute.jit
     def window(self, state: State, row: Row):
         """The softmax of the warp's rows of the window, in each channel of each lane, by vector."""
-        empty = (dsl.NEG_INF, 0.0, 0.0)
-        channels = [
-            [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
-            for _ in range(self.config.vectors)
-        ]
-        batches = cute.ceil_div(state.window, WINDOW_ROWS)
-        for batch in cutlass.range(self._warp(), batches, self.config.warps, unroll=1):
-            address, exists = self._addresses(state, row, batch * WINDOW_ROWS)
-            for v in cutlass.range_constexpr(self.config.vectors):
-                channels[v] = self._batch(state, address, exists, v, channels[v])
+        if const_expr(not self.config.loop):
+            first = self._warp() * WINDOW_ROWS
+            address = self._addresses(state, row, first)
+            channels = [
+                self._batch(state, row, first, address, v, None) for v in range(self.config.vectors)
+            ]
+        else:
+            empty = (dsl.NEG_INF, 0.0, 0.0)
+            channels = [
+                [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
+                for _ in range(self.config.vectors)
+            ]
+            batches = cute.ceil_div(state.window, WINDOW_ROWS)
+            for batch in cutlass.range(self._warp(), batches, self.config.warps, unroll=1):
+                first = batch * WINDOW_ROWS
+                address = self._addresses(state, row, first)
+                for v in cutlass.range_constexpr(self.config.vectors):
+                    channels[v] = self._batch(state, row, first, address, v, channels[v])
         return channels
 
     def compressed(self, shared: Int32, channels):
         """The compressed channels of each lane, by vector; right in the first of several warps."""
         if self.config.warps > 1:
-            channels = self._joined(shared, self._warp(), channels)
+            return self._joined(shared, channels)
         return [[one.value * dsl_store.rcp(one.total) for one in of] for of in channels]
 
+    def _exists(self, state: State, row: Row, index: Int32) -> Int32:
+        """Ones where row `index` of the window is one, at a position from 0 on; else 0."""
+        count = dsl_store.min_s32(Int32(row.position), state.window - 1) + 1
+        return dsl_store.ones_below(index - (state.window - count), count)
+
     @cute.jit
-    def _addresses(self, state: State, row: Row, first: Int32):
-        """In lane l: the address of row first + l of the window (of an existing one for l of 8 or
-        more, or before position 0), and ones where it exists, else 0."""
+    def _addresses(self, state: State, row: Row, first: Int32) -> Int64:
+        """In lane l: the address of row first + l of the window; of its last for l of 8 or more,
+        and where there is none."""
         index = first + cute.arch.lane_idx() % WINDOW_ROWS
-        at = row.position - Int64(state.window - 1 - index)
-        exists = Int32(0)
-        if index < state.window and at >= 0:
-            exists = Int32(-1)
-        # Of the window's positions the last exists: what does not is read there, and dropped.
-        near = Int32(dsl_store.clamp_s64(at, Int64(2**31 - 1)))
-        if exists == 0:
-            near = Int32(dsl_store.clamp_s64(row.position, Int64(2**31 - 1)))
+        near = Int32(row.position)
+        if self._exists(state, row, index) != 0:
+            near = near - (state.window - 1 - index)
         column, token = divided(near, state.block_tokens)
         sequence = dsl_store.clamp_s32(row.sequence, state.last_sequence)
         entry = state.table + Int64(sequence) * state.table_row
@@ -140,9 +150,9 @@ class Compressor:
         address = state.state + Int64(block) * state.block + Int64(token) * state.token
         if index >= state.late_rows:
             address = address + state.late
-        return address, exists
+        return address
 
-    def _batch(self, state: State, address: Int64, exists: Int32, v: int, channels):
+    def _batch(self, state: State, row: Row, first: Int32, address: Int64, v: int, channels):
         """The channels of one vector after the rows that `_addresses` found."""
         channel = v * WARP_CHANNELS + cute.arch.lane_idx() * LANE_CHANNELS
         # Lanes past the row load channels of others, and are not stored.
@@ -150,15 +160,19 @@ class Compressor:
         words = self._load(state, address, Int64(channel) * state.element)
         entries, scores = [], []
         for r in range(WINDOW_ROWS):
-            keep = dsl.shuffle_from_lane(exists, Int32(r))
+            keep = self._exists(state, row, first + r)
             missing = ~keep & _NEG_INF_BITS
             own = words[2 * LANE_CHANNELS * r :]
             entries.append([dsl.bits_to_f32(x & keep) for x in own[:LANE_CHANNELS]])
             own = own[LANE_CHANNELS : 2 * LANE_CHANNELS]
             scores.append([dsl.bits_to_f32(x & keep | missing) for x in own])
         return [
-            self._with_rows(one, [row[i] for row in entries], [row[i] for row in scores])
-            for i, one in enumerate(channels)
+            self._with_rows(
+                None if channels is None else channels[i],
+                [row[i] for row in entries],
+                [row[i] for row in scores],
+            )
+            for i in range(LANE_CHANNELS)
         ]
 
     @cute.jit
@@ -168,10 +182,13 @@ class Compressor:
         All branch at once, and the first way takes half the registers for addresses.
         """
         words = [Int32(0)] * (2 * LANE_CHANNELS * WINDOW_ROWS)
-        if state.vector != 0:
+        if const_expr(not self.config.loop):
             words = self._load_wide(state, address, offset)
         else:
-            words = self._load_single(state, address, offset)
+            if state.vector != 0:
+                words = self._load_wide(state, address, offset)
+            else:
+                words = self._load_single(state, address, offset)
         return words
 
     def _load_wide(self, state: State, address: Int64, offset: Int64):
@@ -193,55 +210,64 @@ class Compressor:
                 words += [dsl_store.ld_global_b32(place) for place in places]
         return words
 
-    def _with_rows(self, one: Softmax, entries, scores) -> Softmax:
-        top = one.top
-        for score in scores:
-            top = dsl.fmax(top, score)
+    def _with_rows(self, one: Softmax | None, entries, scores) -> Softmax:
+        """A channel with further rows; None: with no others."""
+        top = functools.reduce(dsl.fmax, scores if one is None else [one.top, *scores])
         reference = finite_or_zero(top)
-        old = weight(one.top, reference)
-        total, value = one.total * old, one.value * old
-        for entry, score in zip(entries, scores, strict=True):
-            new = weight(score, reference)
+        weights = [weight(score, reference) for score in scores]
+        if one is None:
+            total, value = weights[0], weights[0] * entries[0]
+            weights, entries = weights[1:], entries[1:]
+        else:
+            old = weight(one.top, reference)
+            total, value = one.total * old, one.value * old
+        for entry, new in zip(entries, weights, strict=True):
             total, value = total + new, dsl.fma(new, entry, value)
         return Softmax(top, total, value)
 
     @cute.jit
-    def _joined(self, shared: Int32, warp: Int32, channels):
-        """Sums and weighted sums of all warps, in the first warp.
+    def _joined(self, shared: Int32, channels):
+        """As `compressed`, of windows that warps share.
 
-        All warps first learn all maxima, so that what they then leave only has to be added.
+        All threads join: `_JOINED` warps' parts of a channel each, then with their neighbours.
         """
-        warps, vectors = self.config.warps, self.config.vectors
-        tops = shared + cute.arch.lane_idx() * (4 * LANE_CHANNELS)
-        sums = tops + warps * vectors * _ROW_BYTES
-        own = warp * (vectors * _ROW_BYTES)
+        tid, _, _ = cute.arch.thread_idx()
+        vectors, rows = self.config.vectors, self.config.warps * self.config.vectors
+        result = shared + 3 * rows * JOIN_ROW_BYTES
+        at = cute.arch.lane_idx() * (4 * LANE_CHANNELS)
         for v in cutlass.range_constexpr(vectors):
-            top = [one.top for one in channels[v]]
-            dsl.st_shared_f32x4(tops + own + v * _ROW_BYTES, *top)
+            for field in cutlass.range_constexpr(3):
+                row = shared + (field * rows + self._warp() * vectors + v) * JOIN_ROW_BYTES
+                dsl.st_shared_f32x4(row + at, *[one[field] for one in channels[v]])
         cute.arch.sync_threads()
+        # Threads next to each other have one channel.
+        neighbours = self.config.warps // JOINED_WARPS
+        channel, part = tid // neighbours, tid % neighbours
         for v in cutlass.range_constexpr(vectors):
-            top = [one.top for one in channels[v]]
-            for other in cutlass.range_constexpr(warps):
-                more = dsl.ld_shared_f32x4(tops + (other * vectors + v) * _ROW_BYTES)
-                top = [dsl.fmax(x, y) for x, y in zip(top, more, strict=True)]
-            factor = [
-                weight(one.top, finite_or_zero(x)) for one, x in zip(channels[v], top, strict=True)
+            first = shared + (part * vectors + v) * JOIN_ROW_BYTES + channel * 4
+            value = self._ratio(first, rows, neighbours * vectors)
+            dsl.st_shared_f32(result + (v * WARP_CHANNELS + channel) * 4, value)
+        cute.arch.sync_threads()
+        return [dsl.ld_shared_f32x4(result + v * (4 * WARP_CHANNELS) + at) for v in range(vectors)]
+
+    def _ratio(self, first: Int32, rows: int, step: int) -> Float32:
+        """The compressed channel whose first part's maximum is at `first`; to all its threads."""
+        top, total, value = (
+            [
+                dsl.ld_shared_f32(first + (field * rows + i * step) * JOIN_ROW_BYTES)
+                for i in range(JOINED_WARPS)
             ]
-            total = [one.total * x for one, x in zip(channels[v], factor, strict=True)]
-            value = [one.value * x for one, x in zip(channels[v], factor, strict=True)]
-            dsl.st_shared_f32x4(sums + 2 * own + 2 * v * _ROW_BYTES, *total)
-            dsl.st_shared_f32x4(sums + 2 * own + (2 * v + 1) * _ROW_BYTES, *value)
-        cute.arch.sync_threads()
-        if warp == 0:
-            for v in cutlass.range_constexpr(vectors):
-                total, value = ([Float32(0.0)] * LANE_CHANNELS for _ in range(2))
-                for other in cutlass.range_constexpr(warps):
-                    at = sums + 2 * (other * vectors + v) * _ROW_BYTES
-                    parts = dsl.ld_shared_f32x4(at), dsl.ld_shared_f32x4(at + _ROW_BYTES)
-                    total = [x + y for x, y in zip(total, parts[0], strict=True)]
-                    value = [x + y for x, y in zip(value, parts[1], strict=True)]
-                channels[v] = [
-                    Softmax(one.top, x, y)
-                    for one, x, y in zip(channels[v], total, value, strict=True)
-                ]
-        return channels
+            for field in range(3)
+        )
+        masks = [mask for mask in (1, 2) if mask < self.config.warps // JOINED_WARPS]
+        largest = functools.reduce(dsl.fmax, top)
+        for mask in masks:
+            largest = dsl.fmax(largest, dsl.shuffle_xor_f32(largest, Int32(mask)))
+        factors = [weight(one, finite_or_zero(largest)) for one in top]
+        sums = [Float32(0.0), Float32(0.0)]
+        for k, parts in enumerate((total, value)):
+            for part, factor in zip(parts, factors, strict=True):
+                sums[k] = dsl.fma(part, factor, sums[k])
+            for mask in masks:
+                sums[k] = sums[k] + dsl.shuffle_xor_f32(sums[k], Int32(mask))
+        return sums[1] * dsl_store.rcp(sums[0])
