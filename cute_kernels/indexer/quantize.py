@@ -60,9 +60,7 @@ class QuantizeMxfp4(Quantizer):
 
     def short_codes(self, words, magnitudes, inverse: Int32):
         """inverse: a pair of equal powers of two."""
-        # 67 is 1.046875 * 2^6.
-        scale67 = inverse + _both(6 << 7 | 6)
-        return [dsl_store.pack_e2m1x8_in_range(*words, *magnitudes, inverse, scale67)]
+        return [e2m1_device.pack_bf16x8_in_range(words, magnitudes, inverse)]
 
     def codes(self, words, inverse: Int32):
         return [e2m1_device.pack_bf16x8(words, inverse, self.e2m1_instruction)]
