@@ -167,7 +167,7 @@ class IndexerQ:
         scale, unusual = Int32(0), Int32(0)
         for i in cutlass.range_constexpr(count):
             first_words = self._rotated_early(words[i][:4], table, strides, sizes, lane)
-            second_words = self._rotated(words[i][4:], second, sizes, lane.second)
+            second_words = self._rotated_late(words[i][4:], second, sizes, lane)
             stored = heads[i] < sizes.heads
             own_places = self._advanced(places, sizes, teams, Int32(i))
             if const_expr(self.quantizer.short):
@@ -207,7 +207,7 @@ class IndexerQ:
         words = self._load(at, strides, sizes, lane, token, head)
         first_words = self._rotated_early(words[:4], table, strides, sizes, lane)
         rotation = self._rotation(table, strides, sizes, lane.second)
-        second_words = self._rotated(words[4:], rotation, sizes, lane.second)
+        second_words = self._rotated_late(words[4:], rotation, sizes, lane)
         codes = self._exactly(first_words, second_words, sizes)
         self._store(self._advanced(places, sizes, teams, i), head < sizes.heads, lane, *codes)
 
@@ -293,18 +293,24 @@ class IndexerQ:
         sines = table + Int64(sizes.pairs) * element
         return cos, table_values(sines, element, first, sizes.pairs, sizes.table)
 
-    @cute.jit
-    def _rotated(self, words, rotation, sizes: Sizes, chunk: Int32):
-        turned = [
+    def _rotated(self, words, rotation):
+        return [
             rotated_pair(*dsl_store.bf16x2_to_f32(word), cos, sin)
             for word, cos, sin in zip(words, *rotation, strict=True)
         ]
-        w0, w1, w2, w3 = turned
+
+    def _where_rotated(self, words, turned, sizes: Sizes, chunk: Int32):
+        """The pairs of a chunk as they are before rotation begins."""
+        first = self._first_pair(sizes, chunk)
+        pairs = enumerate(zip(words, turned, strict=True))
+        return [dsl_store.where_negative(first + k, old, new) for k, (old, new) in pairs]
+
+    @cute.jit
+    def _rotated_late(self, words, rotation, sizes: Sizes, lane: Lane):
+        """The second chunk, which most calls rotate whole."""
+        w0, w1, w2, w3 = self._rotated(words, rotation)
         if sizes.partly != 0:
-            first = self._first_pair(sizes, chunk)
-            w0, w1, w2, w3 = [
-                dsl_store.where_negative(first + k, words[k], turned[k]) for k in range(_PAIRS)
-            ]
+            w0, w1, w2, w3 = self._where_rotated(words, [w0, w1, w2, w3], sizes, lane.second)
         return [w0, w1, w2, w3]
 
     @cute.jit
@@ -313,7 +319,8 @@ class IndexerQ:
         w0, w1, w2, w3 = words
         if sizes.early != 0:
             rotation = self._rotation(table, strides, sizes, lane.first)
-            w0, w1, w2, w3 = self._rotated([w0, w1, w2, w3], rotation, sizes, lane.first)
+            turned = self._rotated([w0, w1, w2, w3], rotation)
+            w0, w1, w2, w3 = self._where_rotated([w0, w1, w2, w3], turned, sizes, lane.first)
         return [w0, w1, w2, w3]
 
     def _exactly(self, first_words, second_words, sizes: Sizes):
