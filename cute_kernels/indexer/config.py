@@ -118,13 +118,23 @@ class IndexerKConfig:
         return 50 if self.shared_floats else 0
 
     @property
-    def shared_floats(self) -> int:
+    def spans_per_sm(self) -> int:
+        """Spans of tokens that an SM works on at a time."""
+        return self.ctas_per_sm * self.independent_warps
+
+    @property
+    def join_floats(self) -> int:
         """Maxima, sums and weighted sums of all channels and warps, and the compressed channels;
         none where one warp has all."""
         if self.warps == 1:
             return 0
         rows = 3 * self.warps * self.vectors
         return rows * JOIN_ROW_BYTES // 4 + self.vectors * WARP_CHANNELS
+
+    @property
+    def shared_floats(self) -> int:
+        """And two words for each of the warps that share a window."""
+        return self.join_floats + 2 * self.warps if self.warps > 1 else 0
 
 
 @dataclass(frozen=True)

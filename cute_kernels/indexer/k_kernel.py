@@ -137,19 +137,43 @@ class IndexerK(Compressor):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp, lane = tid >> 5, tid & 31
-        span = cta
         if const_expr(self.config.warps == 1):
-            span = cta * self.config.independent_warps + warp
-        end = dsl_store.min_s32((span + 1) * tokens.span, tokens.tokens)
-        for start in cutlass.range(span * tokens.span, end, 32, unroll=1):
-            near = dsl_store.min_s32(start + lane, end - 1)
-            slot, position = mSlots[near], position_of(tokens, near)
-            live = completes(tokens, slot, position) & Int32(start + lane < end)
-            left = Int32(cute.arch.vote_ballot_sync(live != 0))
-            while left != 0:
-                first = Int32(cute.arch.popc((left & -left) - 1))
-                left = left & (left - 1)
-                self._row(mSlots, tokens, state, rotary, norm, cache, shared, start + first)
+            first = (cta * self.config.independent_warps + warp) * tokens.span
+            end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
+            for start in cutlass.range(first, end, 32, unroll=1):
+                left = self._complete(mSlots, tokens, start + lane, end)
+                while left != 0:
+                    token, left = start + _lowest(left), left & (left - 1)
+                    self._row(mSlots, tokens, state, rotary, norm, cache, shared, token)
+        else:
+            first = cta * tokens.span
+            end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
+            words = shared + 4 * (self.config.join_floats + self.config.warps)
+            for start in cutlass.range(first, end, self.config.threads, unroll=1):
+                # All warps look, each at tokens of its own, and learn what the others found.
+                own = self._complete(mSlots, tokens, start + tid, end)
+                if lane == 0:
+                    dsl.st_shared_b32(words + 4 * warp, own)
+                cute.arch.sync_threads()
+                found = dsl.ld_shared_b32(words + 4 * (lane % self.config.warps))
+                some = found != 0 and lane < self.config.warps
+                groups = Int32(cute.arch.vote_ballot_sync(some))
+                while groups != 0:
+                    group, groups = _lowest(groups), groups & (groups - 1)
+                    left = dsl.shuffle_from_lane(found, group)
+                    while left != 0:
+                        token, left = start + 32 * group + _lowest(left), left & (left - 1)
+                        self._row(mSlots, tokens, state, rotary, norm, cache, shared, token)
+                # Not before all warps have read the words.
+                cute.arch.sync_threads()
+
+    @cute.jit
+    def _complete(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32, end: Int32) -> Int32:
+        """Bits of the lanes whose token, one below `end`, completes a row."""
+        near = dsl_store.min_s32(token, end - 1)
+        slot, position = mSlots[near], position_of(tokens, near)
+        live = completes(tokens, slot, position) & Int32(token < end)
+        return Int32(cute.arch.vote_ballot_sync(live != 0))
 
     @cute.jit
     def _row(
@@ -170,16 +194,16 @@ class IndexerK(Compressor):
         row = Row(position_of(tokens, token), sequence_of(tokens, token))
         if const_expr(self.config.warps == 1):
             factors = self._factors_of(tokens, rotary, norm, row.position, state.head_size)
-            compressed = self.compressed(shared, self.window(state, row))
-            self._finish(mSlots, tokens, rotary, norm, cache, token, compressed, factors)
+            channels = self.window(state, row)
+            repeated = self._is_repeated(mSlots, tokens, token)
         else:
             channels = self.window(state, row)
+            repeated = self._is_repeated(mSlots, tokens, token)
             position = position_of(tokens, token)
             factors = self._factors_of(tokens, rotary, norm, position, state.head_size)
-            compressed = self.compressed(shared, channels)
-            tid, _, _ = cute.arch.thread_idx()
-            if tid < 32:
-                self._finish(mSlots, tokens, rotary, norm, cache, token, compressed, factors)
+        compressed, repeated = self.compressed(shared, channels, repeated)
+        if self.warp() == 0:
+            self._finish(mSlots, tokens, rotary, norm, cache, token, compressed, factors, repeated)
 
     def _factors_of(
         self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int64, head_size: Int32
@@ -224,6 +248,7 @@ class IndexerK(Compressor):
         token: Int32,
         compressed,
         factors,
+        repeated: Int32,
     ):
         """By one warp: from its lanes' channels to stored bytes."""
         lane, slot = cute.arch.lane_idx(), mSlots[token]
@@ -246,7 +271,7 @@ class IndexerK(Compressor):
         data = cache.data + Int64(block) * cache.block
         values = data + Int64(row_of_block) * Int64(cache.row_values)
         scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
-        if not self._is_repeated(mSlots, tokens, token, slot):
+        if repeated == 0:
             if owns(tokens.owner, token, slot):
                 for v in cutlass.range_constexpr(self.config.vectors):
                     channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
@@ -334,13 +359,16 @@ class IndexerK(Compressor):
                 dsl_store.st_global_b8(at + i, word >> (8 * i))
 
     @cute.jit
-    def _is_repeated(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32, slot: Int64) -> bool:
-        """In a short call: whether a later token completes a row for this slot."""
+    def _is_repeated(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32) -> Int32:
+        """In a short call: 1 where a later token completes a row for this token's slot; of warps
+        that share a window, where the warp finds it."""
         found = Int32(0)
         if tokens.owner == 0:
-            lane = cute.arch.lane_idx()
-            last = tokens.tokens - 1
-            for start in cutlass.range(token + 1, tokens.tokens, 32 * _BATCH, unroll=1):
+            slot, last = mSlots[token], tokens.tokens - 1
+            lane, batch = cute.arch.lane_idx(), 32 * _BATCH
+            first = token + 1 + self.warp() * batch
+            step = self.config.warps * batch
+            for start in cutlass.range(first, tokens.tokens, step, unroll=1):
                 places = [start + lane + 32 * k for k in range(_BATCH)]
                 slots = [mSlots[dsl_store.min_s32(place, last)] for place in places]
                 for k in cutlass.range_constexpr(_BATCH):
@@ -348,4 +376,9 @@ class IndexerK(Compressor):
                         position = position_of(tokens, places[k])
                         found = found | completes(tokens, slot, position)
             found = dsl.warp_max_b32(found)
-        return found != 0
+        return found
+
+
+def _lowest(bits: Int32) -> Int32:
+    """The number of the lowest bit."""
+    return Int32(cute.arch.popc((bits & -bits) - 1))

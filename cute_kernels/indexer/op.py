@@ -32,8 +32,6 @@ from cute_kernels.store.op import are_multiples, divisor
 
 _INT32_MAX = 2**31 - 1
 _MAX_PARTS = 65535
-# Warps (or, with a CTA a window, CTAs) an SM that tokens are dealt to, as many as are resident.
-_WARPS_PER_SM, _CTAS_PER_SM = 16, 4
 _CLAIM = IndexerClaimConfig()
 
 
@@ -247,8 +245,7 @@ def prepare_k(call: IndexerK) -> KLaunch:
     wide = dense and state.data_ptr() % 16 == 0
     config = k_config(call.cache_format.name, head_size, window, arch.target, wide)
     blocks, block_size = call.k_cache.shape[:2]
-    per_sm = _WARPS_PER_SM if config.warps == 1 else _CTAS_PER_SM
-    span = -(-count // (per_sm * arch.sm_count))
+    span = -(-count // (config.spans_per_sm * arch.sm_count))
     table, norm_weight = call.cos_sin_cache, call.norm_weight
     claim = None
     if count > SCANNED_TOKENS:

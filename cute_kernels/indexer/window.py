@@ -92,7 +92,7 @@ class Compressor:
         floats = allocator.allocate_array(Float32, self.config.shared_floats, byte_alignment=128)
         return floats.toint()
 
-    def _warp(self) -> Int32:
+    def warp(self) -> Int32:
         """The warp's number among those that share a window."""
         if self.config.warps == 1:
             return Int32(0)
@@ -103,7 +103,7 @@ class Compressor:
     def window(self, state: State, row: Row):
         """The softmax of the warp's rows of the window, in each channel of each lane, by vector."""
         if const_expr(not self.config.loop):
-            first = self._warp() * WINDOW_ROWS
+            first = self.warp() * WINDOW_ROWS
             address = self._addresses(state, row, first)
             channels = [
                 self._batch(state, row, first, address, v, None) for v in range(self.config.vectors)
@@ -115,18 +115,19 @@ class Compressor:
                 for _ in range(self.config.vectors)
             ]
             batches = cute.ceil_div(state.window, WINDOW_ROWS)
-            for batch in cutlass.range(self._warp(), batches, self.config.warps, unroll=1):
+            for batch in cutlass.range(self.warp(), batches, self.config.warps, unroll=1):
                 first = batch * WINDOW_ROWS
                 address = self._addresses(state, row, first)
                 for v in cutlass.range_constexpr(self.config.vectors):
                     channels[v] = self._batch(state, row, first, address, v, channels[v])
         return channels
 
-    def compressed(self, shared: Int32, channels):
-        """The compressed channels of each lane, by vector; right in the first of several warps."""
+    def compressed(self, shared: Int32, channels, flag: Int32):
+        """The compressed channels of each lane, by vector, and the largest flag of all warps; right
+        in the first of several warps."""
         if self.config.warps > 1:
-            return self._joined(shared, channels)
-        return [[one.value * dsl_store.rcp(one.total) for one in of] for of in channels]
+            return self._joined(shared, channels, flag)
+        return [[one.value * dsl_store.rcp(one.total) for one in of] for of in channels], flag
 
     def _exists(self, state: State, row: Row, index: Int32) -> Int32:
         """Ones where row `index` of the window is one, at a position from 0 on; else 0."""
@@ -226,7 +227,7 @@ class Compressor:
         return Softmax(top, total, value)
 
     @cute.jit
-    def _joined(self, shared: Int32, channels):
+    def _joined(self, shared: Int32, channels, flag: Int32):
         """As `compressed`, of windows that warps share.
 
         All threads join: `_JOINED` warps' parts of a channel each, then with their neighbours.
@@ -234,12 +235,15 @@ class Compressor:
         tid, _, _ = cute.arch.thread_idx()
         vectors, rows = self.config.vectors, self.config.warps * self.config.vectors
         result = shared + 3 * rows * JOIN_ROW_BYTES
+        flags = shared + 4 * self.config.join_floats
         at = cute.arch.lane_idx() * (4 * LANE_CHANNELS)
         for v in cutlass.range_constexpr(vectors):
             for field in cutlass.range_constexpr(3):
-                row = shared + (field * rows + self._warp() * vectors + v) * JOIN_ROW_BYTES
+                row = shared + (field * rows + self.warp() * vectors + v) * JOIN_ROW_BYTES
                 dsl.st_shared_f32x4(row + at, *[one[field] for one in channels[v]])
+        dsl.st_shared_b32(flags + 4 * self.warp(), flag)
         cute.arch.sync_threads()
+        flag = dsl.ld_shared_b32(flags + 4 * (tid % self.config.warps))
         # Threads next to each other have one channel.
         neighbours = self.config.warps // JOINED_WARPS
         channel, part = tid // neighbours, tid % neighbours
@@ -248,7 +252,8 @@ class Compressor:
             value = self._ratio(first, rows, neighbours * vectors)
             dsl.st_shared_f32(result + (v * WARP_CHANNELS + channel) * 4, value)
         cute.arch.sync_threads()
-        return [dsl.ld_shared_f32x4(result + v * (4 * WARP_CHANNELS) + at) for v in range(vectors)]
+        own = [dsl.ld_shared_f32x4(result + v * (4 * WARP_CHANNELS) + at) for v in range(vectors)]
+        return own, dsl.warp_max_b32(flag)
 
     def _ratio(self, first: Int32, rows: int, step: int) -> Float32:
         """The compressed channel whose first part's maximum is at `first`; to all its threads."""
