@@ -158,7 +158,8 @@ def prepare_q(call: IndexerQ) -> QLaunch:
         team,
         -(-heads // heads_of_cta),
         int(head_size - 2 * pairs < half),
-        int(head_size - 2 * pairs > half),
+        # One group has no second half: those chunks then repeat the last of the first.
+        int(head_size - 2 * pairs > half or groups == 1),
         call.cos_sin_cache.shape[0] - 1,
         int(kind),
         int(call.index_weights.dtype is torch.bfloat16),
