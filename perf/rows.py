@@ -275,6 +275,11 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 
 def write_rows(path: str | Path, rows: list[dict[str, Any]]) -> None:
-    """A JSON list, one row a line, so that a diff of two results is readable."""
+    """A JSON list, one row a line, so that a diff of two results is readable.
+
+    A file that is there is replaced at once: a run that is cut off leaves what it wrote before.
+    """
     lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
-    Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    partial = Path(f"{path}.partial")
+    partial.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    partial.replace(path)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from perf.command import begin, finish
 from perf.inputs import MAX_SETS, ROTATED_BYTES
-from perf.rows import OK, Machine, Measurement, make_row, make_workload
+from perf.rows import OK, Machine, Measurement, make_row, make_workload, write_rows
 from perf.timing import Contender, Timing, calls_per_graph, time_host, time_rotating, time_single
 
 OURS, BASELINE, COPY = "cute_kernels", "triton_baseline", "torch_copy"
@@ -95,9 +95,13 @@ def measure(
 
 
 def run(
-    benchmark: Benchmark, cases: Sequence[Case], machine: Machine, rounds: int
+    benchmark: Benchmark,
+    cases: Sequence[Case],
+    machine: Machine,
+    rounds: int,
+    keep: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """Rows of all cases and providers."""
+    """Rows of all cases and providers; `keep` gets those so far after each case."""
     rows = []
     for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
         results, method, copy = measure(benchmark, case, rounds)
@@ -106,6 +110,7 @@ def run(
         for name, result in results.items():
             moved = case.moved_bytes
             rows.append(make_row(name, case, result, workload, machine, ceiling, moved))
+        keep(rows)
     return rows
 
 
@@ -159,6 +164,11 @@ def command(
         except ValueError as error:
             raise click.UsageError(str(error)) from None
         machine = begin(module, commit)
-        finish(run(benchmark, chosen, machine, rounds), json_path, print_report)
+
+        def keep(rows: list[dict[str, Any]]) -> None:
+            if json_path:
+                write_rows(json_path, rows)
+
+        finish(run(benchmark, chosen, machine, rounds, keep), json_path, print_report)
 
     return main

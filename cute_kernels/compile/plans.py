@@ -243,9 +243,8 @@ def _indexer(part: str, target: str) -> Callable[[Workload], list[Any]]:
             return []
         if workload.head_size not in indexer.HEAD_SIZES:
             return []
-        if part == "q":
-            return indexer.q_support_table(target)
-        return indexer.k_support_table(target, (workload.head_size,))
+        table = indexer.q_support_table if part == "q" else indexer.k_support_table
+        return table(target, (workload.head_size,))
 
     return needed
 

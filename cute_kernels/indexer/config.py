@@ -6,6 +6,7 @@ Import-light: no DSL here, because planners, tests and the registry read these f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from cute_kernels.indexer.formats import HEAD_MULTIPLE, INDEXER_FORMATS
 from cute_kernels.store import config as store
@@ -17,6 +18,8 @@ MAX_HEAD_SIZE = 512
 HEAD_SIZES = tuple(range(HEAD_MULTIPLE, MAX_HEAD_SIZE + 1, HEAD_MULTIPLE))
 Q_DTYPES = ("bf16",)
 Q_THREADS = 128
+# DeepSeek-V4's sizes, constants in variants of their own: addresses then cost next to nothing.
+FIXED_HEAD_SIZE, FIXED_PAIRS = 128, 32
 # Calls of at least this many (token, head) rows an SM share rotations between heads of a thread.
 Q_SHARED_ROWS = 64
 # Rows of a window that a lane has in flight: the whole window of DeepSeek-V4's ratio 4.
@@ -24,9 +27,22 @@ WINDOW_ROWS = 8
 # Channels that a warp's lanes hold together, 16 bytes of float32 each.
 LANE_CHANNELS = 4
 WARP_CHANNELS = 32 * LANE_CHANNELS
+# Warps that share a window leave a row of shared memory each; 8 floats between rows, so that the
+# threads that then join four parts of a channel each meet no bank conflicts.
+JOIN_ROW_BYTES = 4 * (WARP_CHANNELS + 8)
+JOINED_WARPS = 4
 # Calls of up to this many tokens look for repeated slots in the kernel itself; longer ones are
 # preceded by a launch of `IndexerClaimConfig`.
 SCANNED_TOKENS = 1024
+
+
+class Table(IntEnum):
+    """How numbers of a table that follow each other are read: one by one, or at once."""
+
+    FLOAT32 = 0
+    BF16 = 1
+    FLOAT32_AT_ONCE = 2
+    BF16_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
@@ -35,17 +51,25 @@ class IndexerQConfig:
 
     cache_format: "mxfp4" or "fp8_e4m3", of the codes.
     heads_per_thread: heads of a token that a thread takes, with one load of cos and sin.
+    fixed_sizes: heads of `FIXED_HEAD_SIZE` with `FIXED_PAIRS` rotated pairs; else any.
     e2m1_instruction: convert to E2M1 by the instruction that only some targets have.
     """
 
     cache_format: str
     heads_per_thread: int
+    fixed_sizes: bool
     e2m1_instruction: bool
 
     @property
     def name(self) -> str:
+        size = f"_d{FIXED_HEAD_SIZE}" if self.fixed_sizes else ""
         by = "_cvt" if self.e2m1_instruction else ""
-        return f"indexer_q_{self.cache_format}_h{self.heads_per_thread}{by}"
+        return f"indexer_q_{self.cache_format}{size}_h{self.heads_per_thread}{by}"
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Resident CTAs that registers are budgeted for."""
+        return 5 if self.heads_per_thread > 1 else 8
 
 
 @dataclass(frozen=True)
@@ -55,18 +79,22 @@ class IndexerKConfig:
     cache_format: "mxfp4" or "fp8_e4m3".
     vectors: how often `WARP_CHANNELS` go into the head size, rounded up; some may be unused.
     warps: that share a window. With one, `independent_warps` of a CTA have windows of their own.
+    loop: for windows of more rows than the warps hold at once, `WINDOW_ROWS` each, and for states
+        that do not allow 16-byte loads. Else neither occurs.
     e2m1_instruction: as in `IndexerQConfig`.
     """
 
     cache_format: str
     vectors: int
     warps: int
+    loop: bool
     e2m1_instruction: bool
 
     @property
     def name(self) -> str:
+        loop = "_loop" if self.loop else ""
         by = "_cvt" if self.e2m1_instruction else ""
-        return f"indexer_k_{self.cache_format}_v{self.vectors}_w{self.warps}{by}"
+        return f"indexer_k_{self.cache_format}_v{self.vectors}_w{self.warps}{loop}{by}"
 
     @property
     def independent_warps(self) -> int:
@@ -77,9 +105,36 @@ class IndexerKConfig:
         return 32 * self.warps * self.independent_warps
 
     @property
+    def ctas_per_sm(self) -> int:
+        """Resident CTAs that registers are budgeted for: one of long windows has 512 threads, or
+        the four vectors of fewer."""
+        if self.warps > 1:
+            return 1
+        return 4 if self.vectors == 1 else 2
+
+    @property
+    def smem_carveout(self) -> int:
+        """Percent of an SM's memory that is shared; the rest is L1 cache."""
+        return 50 if self.shared_floats else 0
+
+    @property
+    def spans_per_sm(self) -> int:
+        """Spans of tokens that an SM works on at a time."""
+        return self.ctas_per_sm * self.independent_warps
+
+    @property
+    def join_floats(self) -> int:
+        """Maxima, sums and weighted sums of all channels and warps, and the compressed channels;
+        none where one warp has all."""
+        if self.warps == 1:
+            return 0
+        rows = 3 * self.warps * self.vectors
+        return rows * JOIN_ROW_BYTES // 4 + self.vectors * WARP_CHANNELS
+
+    @property
     def shared_floats(self) -> int:
-        """Maxima, sums and weighted sums of all channels and warps; none where one warp has all."""
-        return 0 if self.warps == 1 else 3 * self.warps * self.vectors * WARP_CHANNELS
+        """And two words for each of the warps that share a window."""
+        return self.join_floats + 2 * self.warps if self.warps > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -98,33 +153,55 @@ def _by_instruction(cache_format: str, target: str) -> bool:
     return cache_format == "mxfp4" and target in E2M1_TARGETS
 
 
-def q_config(cache_format: str, rows_per_sm: float, target: str) -> IndexerQConfig:
-    """The variant for a call of this many (token, head) rows for each SM."""
+def q_config(
+    cache_format: str, head_size: int, pairs: int, rows_per_sm: float, target: str
+) -> IndexerQConfig:
+    """The variant for a call with so many rotated pairs, and (token, head) rows for each SM."""
     heads = 4 if rows_per_sm >= Q_SHARED_ROWS else 1
-    return IndexerQConfig(cache_format, heads, _by_instruction(cache_format, target))
+    fixed = (head_size, pairs) == (FIXED_HEAD_SIZE, FIXED_PAIRS)
+    return IndexerQConfig(cache_format, heads, fixed, _by_instruction(cache_format, target))
 
 
-def k_config(cache_format: str, head_size: int, window: int, target: str) -> IndexerKConfig:
-    """The variant for windows of this many rows."""
+def k_config(
+    cache_format: str, head_size: int, window: int, target: str, wide: bool = True
+) -> IndexerKConfig:
+    """The variant for windows of this many rows. wide: of which lanes may load 16 bytes at once."""
     vectors = 1 if head_size <= WARP_CHANNELS else 4
-    # A longer window has a CTA: 16 warps of 8 rows take DeepSeek-V4's 128 at once. With 4 vectors
-    # shared memory would need more than the 48 KiB that need no opting in.
-    warps = 1 if window <= 4 * WINDOW_ROWS else 16 // vectors
-    return IndexerKConfig(cache_format, vectors, warps, _by_instruction(cache_format, target))
+    # A longer window has a CTA: 16 warps of 8 rows take DeepSeek-V4's 128 at once. In a loop they
+    # would lack registers, with 4 vectors the 48 KiB of shared memory that need no opting in.
+    short = window <= WINDOW_ROWS
+    if vectors == 1:
+        loop = not wide or window > 16 * WINDOW_ROWS
+        warps = 8 if loop else 1 if short else 16
+    else:
+        warps, loop = 1 if short else 4, True
+    return IndexerKConfig(cache_format, vectors, warps, loop, _by_instruction(cache_format, target))
 
 
-def q_support_table(target: str) -> list[IndexerQConfig]:
-    """Every Q variant that the public function can ask for on an architecture."""
-    return [q_config(name, rows, target) for name in INDEXER_FORMATS for rows in (0, Q_SHARED_ROWS)]
+def q_support_table(
+    target: str, head_sizes: tuple[int, ...] = (FIXED_HEAD_SIZE,)
+) -> list[IndexerQConfig]:
+    """Every Q variant that calls with these head sizes can ask for on an architecture."""
+    sizes = ((size, pairs) for size in head_sizes for pairs in (1, FIXED_PAIRS))
+    return list(
+        dict.fromkeys(
+            q_config(name, *size, rows, target)
+            for size in sizes
+            for name in INDEXER_FORMATS
+            for rows in (0, Q_SHARED_ROWS)
+        )
+    )
 
 
 def k_support_table(
     target: str, head_sizes: tuple[int, ...] = (WARP_CHANNELS, MAX_HEAD_SIZE)
 ) -> list[IndexerKConfig]:
     """Every K variant that calls with these head sizes can ask for on an architecture."""
-    return [
-        k_config(name, head_size, window, target)
-        for name in INDEXER_FORMATS
-        for head_size in head_sizes
-        for window in (1, 128)
-    ]
+    return list(
+        dict.fromkeys(
+            k_config(name, head_size, window, target)
+            for name in INDEXER_FORMATS
+            for head_size in head_sizes
+            for window in (WINDOW_ROWS, 16 * WINDOW_ROWS, 16 * WINDOW_ROWS + 1)
+        )
+    )

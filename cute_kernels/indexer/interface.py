@@ -147,8 +147,7 @@ def compress_norm_rope_insert(
     )  # fmt: skip
     tensors = _k_tensors(arguments)
     key, launch = _PREPARED_K.find(tensors, (norm_eps, compress_ratio, cache_format))
-    if launch is not None:
-        launch.go(*tensors)
+    if launch is not None and launch.go(*tensors):
         return
     call = check_k(*arguments)
     if not _is_traced(k_cache):

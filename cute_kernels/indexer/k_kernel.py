@@ -10,7 +10,7 @@ finishes the row: RMSNorm, rotation, quantization, and the store.
 
 Positions, sequences and blocks outside their tables are moved inside: nothing outside of the
 tensors is read, and the row is then of no use. Of rows with one slot one is stored: in short calls
-the last, in longer ones that which `ClaimRows`, launched before, let win.
+the last, in longer ones that which `tokens.ClaimRows`, launched before, let win.
 """
 
 from __future__ import annotations
@@ -36,33 +36,16 @@ from cute_kernels.indexer.quantize import (
     quantizer,
     rotated_pair,
     table_value,
+    table_values,
 )
+from cute_kernels.indexer.tokens import Tokens, completes, position_of, sequence_of
 from cute_kernels.indexer.window import Compressor, Row, State
 from cute_kernels.store.kernel import Divisor, divided, owns
 
-CLAIM_THREADS = 128
 # Tokens whose slots a lane has in flight while its warp looks for repeated ones.
 _BATCH = 8
 # Lanes with the chunks of a group, and of a row: two lanes hold the elements of a chunk.
 _GROUP_MASKS, _WARP_MASKS = (2, 4), (2, 4, 8, 16)
-
-
-class Tokens(NamedTuple):
-    """Addresses and byte strides of what a token has, and which tokens complete a row.
-
-    owner: address of (capacity,) int32, the token that a slot belongs to; 0 for short calls.
-    span: tokens of a warp, or of a CTA.
-    """
-
-    tokens: Int32
-    span: Int32
-    positions: Int64
-    position: Int64
-    sequences: Int64
-    sequence: Int64
-    ratio: Int64
-    capacity: Int64
-    owner: Int64
 
 
 class Rotary(NamedTuple):
@@ -77,9 +60,11 @@ class Rotary(NamedTuple):
 
 
 class Norm(NamedTuple):
+    """kind: a `Table`."""
+
     weight: Int64
+    kind: Int32
     element: Int64
-    is_bf16: Int32
     eps: Float32
     inverse_size: Float32
 
@@ -96,42 +81,17 @@ class Cache(NamedTuple):
     rows: Divisor
 
 
-@cute.jit
-def completes(mSlots: cute.Tensor, tokens: Tokens, token: Int32, slot: Int64) -> Int32:
-    """1 where the token completes a row that has a slot in the cache."""
-    live = Int32(0)
-    if slot >= 0 and slot < tokens.capacity:
-        position = dsl_store.ld_global_b64(tokens.positions + Int64(token) * tokens.position)
-        if position >= 0:
-            if (position + 1) % tokens.ratio == 0:
-                live = Int32(1)
-    return live
+class Factors(NamedTuple):
+    """What a lane's four channels are multiplied with: norm weights, cos and sin of two pairs."""
 
-
-class ClaimRows:
-    """owner[slot] = token for every token that completes a row, whichever of several is last.
-
-    Nothing need be initialised: only entries that were just written are read.
-    """
-
-    @cute.jit
-    def __call__(self, mSlots: cute.Tensor, tokens: Tokens, stream):
-        self.kernel(mSlots, tokens).launch(
-            grid=(cute.ceil_div(tokens.tokens, CLAIM_THREADS), 1, 1),
-            block=(CLAIM_THREADS, 1, 1),
-            stream=stream,
-        )
-
-    @cute.kernel
-    def kernel(self, mSlots: cute.Tensor, tokens: Tokens):
-        cute.arch.griddepcontrol_launch_dependents()
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        token = cta * CLAIM_THREADS + tid
-        if token < tokens.tokens:
-            slot = mSlots[token]
-            if completes(mSlots, tokens, token, slot) != 0:
-                dsl.st_global_b32(tokens.owner + slot * 4, token)
+    weight0: Float32
+    weight1: Float32
+    weight2: Float32
+    weight3: Float32
+    cos0: Float32
+    cos1: Float32
+    sin0: Float32
+    sin1: Float32
 
 
 class IndexerK(Compressor):
@@ -156,6 +116,8 @@ class IndexerK(Compressor):
             block=(self.config.threads, 1, 1),
             stream=stream,
             use_pdl=True,
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            preferred_smem_carveout=self.config.smem_carveout,
         )
 
     @cute.kernel
@@ -175,21 +137,43 @@ class IndexerK(Compressor):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp, lane = tid >> 5, tid & 31
-        span = cta
         if const_expr(self.config.warps == 1):
-            span = cta * self.config.independent_warps + warp
-        end = dsl_store.min_s32((span + 1) * tokens.span, tokens.tokens)
-        for start in cutlass.range(span * tokens.span, end, 32, unroll=1):
-            token = start + lane
-            near = dsl_store.min_s32(token, end - 1)
-            live = completes(mSlots, tokens, near, mSlots[near])
-            if token >= end:
-                live = Int32(0)
-            left = Int32(cute.arch.vote_ballot_sync(live != 0))
-            while left != 0:
-                first = Int32(cute.arch.popc((left & -left) - 1))
-                left = left & (left - 1)
-                self._row(mSlots, tokens, state, rotary, norm, cache, shared, start + first)
+            first = (cta * self.config.independent_warps + warp) * tokens.span
+            end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
+            for start in cutlass.range(first, end, 32, unroll=1):
+                left = self._complete(mSlots, tokens, start + lane, end)
+                while left != 0:
+                    token, left = start + _lowest(left), left & (left - 1)
+                    self._row(mSlots, tokens, state, rotary, norm, cache, shared, token)
+        else:
+            first = cta * tokens.span
+            end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
+            words = shared + 4 * (self.config.join_floats + self.config.warps)
+            for start in cutlass.range(first, end, self.config.threads, unroll=1):
+                # All warps look, each at tokens of its own, and learn what the others found.
+                own = self._complete(mSlots, tokens, start + tid, end)
+                if lane == 0:
+                    dsl.st_shared_b32(words + 4 * warp, own)
+                cute.arch.sync_threads()
+                found = dsl.ld_shared_b32(words + 4 * (lane % self.config.warps))
+                some = found != 0 and lane < self.config.warps
+                groups = Int32(cute.arch.vote_ballot_sync(some))
+                while groups != 0:
+                    group, groups = _lowest(groups), groups & (groups - 1)
+                    left = dsl.shuffle_from_lane(found, group)
+                    while left != 0:
+                        token, left = start + 32 * group + _lowest(left), left & (left - 1)
+                        self._row(mSlots, tokens, state, rotary, norm, cache, shared, token)
+                # Not before all warps have read the words.
+                cute.arch.sync_threads()
+
+    @cute.jit
+    def _complete(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32, end: Int32) -> Int32:
+        """Bits of the lanes whose token, one below `end`, completes a row."""
+        near = dsl_store.min_s32(token, end - 1)
+        slot, position = mSlots[near], position_of(tokens, near)
+        live = completes(tokens, slot, position) & Int32(token < end)
+        return Int32(cute.arch.vote_ballot_sync(live != 0))
 
     @cute.jit
     def _row(
@@ -204,16 +188,54 @@ class IndexerK(Compressor):
         token: Int32,
     ):
         """Compress and insert the row that a token completes; all lanes take part."""
-        position = dsl_store.ld_global_b64(tokens.positions + Int64(token) * tokens.position)
-        at = tokens.sequences + Int64(token) * tokens.sequence
-        row = Row(position, dsl_store.ld_global_b32(at))
-        tid, _, _ = cute.arch.thread_idx()
-        compressed = self.compress(state, row, shared)
+        # What was just read is read again, from the cache, instead of being kept in registers.
+        # Factors come before they are needed: with the window, or, where many warps leave fewer
+        # registers, while those are waited for.
+        row = Row(position_of(tokens, token), sequence_of(tokens, token))
         if const_expr(self.config.warps == 1):
-            self._finish(mSlots, tokens, rotary, norm, cache, token, position, compressed)
+            factors = self._factors_of(tokens, rotary, norm, row.position, state.head_size)
+            channels = self.window(state, row)
+            repeated = self._is_repeated(mSlots, tokens, token)
         else:
-            if tid < 32:
-                self._finish(mSlots, tokens, rotary, norm, cache, token, position, compressed)
+            channels = self.window(state, row)
+            repeated = self._is_repeated(mSlots, tokens, token)
+            position = position_of(tokens, token)
+            factors = self._factors_of(tokens, rotary, norm, position, state.head_size)
+        compressed, repeated = self.compressed(shared, channels, repeated)
+        if self.warp() == 0:
+            self._finish(mSlots, tokens, rotary, norm, cache, token, compressed, factors, repeated)
+
+    def _factors_of(
+        self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int64, head_size: Int32
+    ):
+        """By vector."""
+        # (position // ratio) * ratio of a token that completes a row.
+        first = position + 1 - Int64(tokens.ratio.divisor)
+        first = dsl_store.clamp_s64(first, rotary.last_position)
+        table = rotary.cos_sin + first * rotary.row
+        return [
+            self._factors(rotary, norm, table, self._channel(head_size, v), head_size)
+            for v in range(self.config.vectors)
+        ]
+
+    def _channel(self, head_size: Int32, v: int) -> Int32:
+        """The lane's first channel of a vector; lanes past the row repeat its last."""
+        channel = cute.arch.lane_idx() * LANE_CHANNELS + v * WARP_CHANNELS
+        return dsl_store.min_s32(channel, head_size - LANE_CHANNELS)
+
+    def _factors(
+        self, rotary: Rotary, norm: Norm, table: Int64, channel: Int32, head_size: Int32
+    ) -> Factors:
+        weights = table_values(norm.weight, norm.element, channel, head_size, norm.kind)
+        first = channel - (head_size - 2 * rotary.pairs)
+        places = []
+        for k in range(0, LANE_CHANNELS, 2):
+            pair = dsl_store.clamp_s32((first + k) >> 1, rotary.pairs - 1)
+            places.append(table + Int64(pair) * rotary.element)
+        sines = Int64(rotary.pairs) * rotary.element
+        cos = [table_value(place, rotary.is_bf16) for place in places]
+        sin = [table_value(place + sines, rotary.is_bf16) for place in places]
+        return Factors(*weights, *cos, *sin)
 
     @cute.jit
     def _finish(
@@ -224,15 +246,14 @@ class IndexerK(Compressor):
         norm: Norm,
         cache: Cache,
         token: Int32,
-        position: Int64,
         compressed,
+        factors,
+        repeated: Int32,
     ):
         """By one warp: from its lanes' channels to stored bytes."""
-        lane = cute.arch.lane_idx()
+        lane, slot = cute.arch.lane_idx(), mSlots[token]
         head_size = cache.row_values * (2 // self.quantizer.code_words)
-        # (position // ratio) * ratio of a token that completes a row.
-        first = dsl_store.clamp_s64(position + 1 - tokens.ratio, rotary.last_position)
-        words = self._words(rotary, norm, head_size, first, compressed)
+        words = self._words(rotary, norm, head_size, compressed, factors)
         largest = [self._largest(chunk) for chunk in words]
         if const_expr(self.quantizer.row_scale):
             row = largest[0]
@@ -246,69 +267,59 @@ class IndexerK(Compressor):
             self.quantizer.codes(chunk, inverse_scales(one)[0])
             for chunk, one in zip(words, scale_codes, strict=True)
         ]
-        slot = mSlots[token]
         block, row_of_block = divided(Int32(slot), cache.rows)
         data = cache.data + Int64(block) * cache.block
         values = data + Int64(row_of_block) * Int64(cache.row_values)
         scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
-        if not self._is_repeated(mSlots, tokens, token, slot):
+        if repeated == 0:
             if owns(tokens.owner, token, slot):
                 for v in cutlass.range_constexpr(self.config.vectors):
                     channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
                     if channel < head_size:
                         self._store(cache, values, scales, channel, codes[v], scale_codes[v])
 
-    def _words(self, rotary: Rotary, norm: Norm, head_size: Int32, position: Int64, compressed):
+    def _words(self, rotary: Rotary, norm: Norm, head_size: Int32, compressed, factors):
         """The chunks of rounded pairs that a lane and its neighbour hold together; both get them.
 
-        position: of the rotation.
+        Lanes past the row have zeros.
         """
         lane = cute.arch.lane_idx()
+        beyond = [
+            head_size - 1 - lane * LANE_CHANNELS - v * WARP_CHANNELS
+            for v in range(self.config.vectors)
+        ]
         square = Float32(0.0)
         for v, values in enumerate(compressed):
-            beyond = head_size - 1 - lane * LANE_CHANNELS - v * WARP_CHANNELS
             for x in values:
-                x = dsl_store.where_negative(beyond, Float32(0.0), x)
+                x = dsl_store.where_negative(beyond[v], Float32(0.0), x)
                 square = dsl.fma(x, x, square)
         for mask in (1, 2, 4, 8, 16):
             square = square + dsl.shuffle_xor_f32(square, Int32(mask))
         mean = dsl_store.mul_rn(square, norm.inverse_size)
         scale = dsl_store.rsqrt(dsl_store.add_rn(mean, norm.eps))
-        table = rotary.cos_sin + position * rotary.row
+        # Even lanes have the first half of a chunk.
+        odd = -(lane & 1)
         chunks = []
         for v, values in enumerate(compressed):
-            channel = lane * LANE_CHANNELS + v * WARP_CHANNELS
-            near = dsl_store.min_s32(channel, head_size - LANE_CHANNELS)
-            normed = self._normed(norm, near, values, scale)
-            own = self._rotated(rotary, table, near - (head_size - 2 * rotary.pairs), normed)
+            normed = [
+                dsl_store.mul_rn(dsl_store.mul_rn(x, scale), weight)
+                for x, weight in zip(values, factors[v][:4], strict=True)
+            ]
+            first = self._channel(head_size, v) - (head_size - 2 * rotary.pairs)
+            own = self._rotated(first, normed, factors[v])
             other = [dsl.shuffle_xor_b32(word, Int32(1)) for word in own]
-            # Even lanes have the first half of a chunk. Lanes past the row have zeros.
-            odd = -(lane & 1)
             words = [dsl_store.where_negative(odd, b, a) for a, b in zip(own, other, strict=True)]
             words += [dsl_store.where_negative(odd, a, b) for a, b in zip(own, other, strict=True)]
-            beyond = head_size - 1 - channel
-            chunks.append([dsl_store.where_negative(beyond, Int32(0), w) for w in words])
+            chunks.append([dsl_store.where_negative(beyond[v], Int32(0), w) for w in words])
         return chunks
 
-    def _normed(self, norm: Norm, channel: Int32, values, scale: Float32):
-        at = norm.weight + Int64(channel) * norm.element
-        weights = [table_value(at + i * norm.element, norm.is_bf16) for i in range(LANE_CHANNELS)]
-        return [
-            dsl_store.mul_rn(dsl_store.mul_rn(x, scale), weight)
-            for x, weight in zip(values, weights, strict=True)
-        ]
-
-    def _rotated(self, rotary: Rotary, table: Int64, first: Int32, x):
+    def _rotated(self, first: Int32, x, factors: Factors):
         """Words of bf16 pairs; ``first``: the first element's number among the rotated ones."""
         words = []
-        for k in range(0, LANE_CHANNELS, 2):
-            pair = dsl_store.clamp_s32((first + k) >> 1, rotary.pairs - 1)
-            at = table + Int64(pair) * rotary.element
-            cos = table_value(at, rotary.is_bf16)
-            sin = table_value(at + Int64(rotary.pairs) * rotary.element, rotary.is_bf16)
-            turned = rotated_pair(x[k], x[k + 1], cos, sin)
-            kept = dsl.pack_bf16x2(x[k], x[k + 1])
-            words.append(dsl_store.where_negative(first + k, kept, turned))
+        for k, (cos, sin) in enumerate(zip(factors[4:6], factors[6:8], strict=True)):
+            pair = x[2 * k : 2 * k + 2]
+            turned = rotated_pair(*pair, cos, sin)
+            words.append(dsl_store.where_negative(first + 2 * k, dsl.pack_bf16x2(*pair), turned))
         return words
 
     def _largest(self, words) -> Int32:
@@ -348,17 +359,26 @@ class IndexerK(Compressor):
                 dsl_store.st_global_b8(at + i, word >> (8 * i))
 
     @cute.jit
-    def _is_repeated(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32, slot: Int64) -> bool:
-        """In a short call: whether a later token completes a row for this slot."""
+    def _is_repeated(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32) -> Int32:
+        """In a short call: 1 where a later token completes a row for this token's slot; of warps
+        that share a window, where the warp finds it."""
         found = Int32(0)
         if tokens.owner == 0:
-            lane = cute.arch.lane_idx()
-            last = tokens.tokens - 1
-            for start in cutlass.range(token + 1, tokens.tokens, 32 * _BATCH, unroll=1):
+            slot, last = mSlots[token], tokens.tokens - 1
+            lane, batch = cute.arch.lane_idx(), 32 * _BATCH
+            first = token + 1 + self.warp() * batch
+            step = self.config.warps * batch
+            for start in cutlass.range(first, tokens.tokens, step, unroll=1):
                 places = [start + lane + 32 * k for k in range(_BATCH)]
                 slots = [mSlots[dsl_store.min_s32(place, last)] for place in places]
                 for k in cutlass.range_constexpr(_BATCH):
                     if slots[k] == slot and places[k] <= last:
-                        found = found | completes(mSlots, tokens, places[k], slot)
+                        position = position_of(tokens, places[k])
+                        found = found | completes(tokens, slot, position)
             found = dsl.warp_max_b32(found)
-        return found != 0
+        return found
+
+
+def _lowest(bits: Int32) -> Int32:
+    """The number of the lowest bit."""
+    return Int32(cute.arch.popc((bits & -bits) - 1))

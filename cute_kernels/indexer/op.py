@@ -22,6 +22,7 @@ from cute_kernels.indexer.config import (
     SCANNED_TOKENS,
     TARGETS,
     IndexerClaimConfig,
+    Table,
     k_config,
     kernel_name,
     q_config,
@@ -31,8 +32,6 @@ from cute_kernels.store.op import are_multiples, divisor
 
 _INT32_MAX = 2**31 - 1
 _MAX_PARTS = 65535
-# With fewer tokens an SM each warp (or CTA) looks at one, so that none has two rows to make.
-_TOKENS_PER_SM, _LONG_TOKENS_PER_SM = 8, 2
 _CLAIM = IndexerClaimConfig()
 
 
@@ -67,11 +66,17 @@ def _why_not_k(call: IndexerK) -> str | None:
         return "slots or tokens beyond 2^31"
     if (1 + call.overlap) * call.compress_ratio > _INT32_MAX:
         return f"compress_ratio {call.compress_ratio}: windows beyond 2^31 rows"
+    if call.state_block_table.shape[1] * call.state_cache.shape[1] > _INT32_MAX:
+        return "state_block_table with positions beyond 2^31"
     return None
 
 
 class QLaunch(NamedTuple):
-    """A launch of Q but for the addresses. shapes: of codes and scales (None: none)."""
+    """A launch of Q but for the addresses.
+
+    heads: (T, H). codes: their dtype and shape. scales: their shape, None for none. table_bytes:
+    what the address of cos_sin_cache has to be a multiple of.
+    """
 
     function: Callable[..., None]
     device: torch.device
@@ -81,18 +86,19 @@ class QLaunch(NamedTuple):
     strides: tuple[int, ...]
     sizes: tuple[int, ...]
     factors: tuple[float, float]
+    table_bytes: int
 
     def go(
         self, positions, index_q, cos_sin_cache, index_weights
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None:
-        """Launch on the device's current stream; None where index_q is not aligned."""
-        at_q = index_q.data_ptr()
-        if at_q % (2 * CHUNK):
+        """Launch on the device's current stream; None where addresses are not as aligned."""
+        at_q, at_table = index_q.data_ptr(), cos_sin_cache.data_ptr()
+        if at_q % (2 * CHUNK) or at_table % self.table_bytes:
             return None
-        return on_device(self.device, self._go, positions, at_q, cos_sin_cache, index_weights)
+        return on_device(self.device, self._go, positions, at_q, at_table, index_weights)
 
     def _go(
-        self, positions: torch.Tensor, at_q: int, cos_sin_cache, index_weights
+        self, positions: torch.Tensor, at_q: int, at_table: int, index_weights
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         dtype, shape = self.codes
         codes = torch.empty(shape, dtype=dtype, device=self.device)
@@ -102,11 +108,23 @@ class QLaunch(NamedTuple):
             scales = torch.empty(self.scales, dtype=torch.uint8, device=self.device)
             at_scales = scales.data_ptr()
         addresses = (
-            positions.data_ptr(), at_q, cos_sin_cache.data_ptr(), index_weights.data_ptr(),
+            positions.data_ptr(), at_q, at_table, index_weights.data_ptr(),
             codes.data_ptr(), at_scales,
         )  # fmt: skip
         self.function(weights, addresses, self.strides, self.sizes, self.factors)
         return codes, scales, weights
+
+
+def table_kind(x: torch.Tensor, multiple: bool) -> tuple[Table, int]:
+    """How a kernel reads rows of a table, and the bytes that their addresses are multiples of.
+
+    multiple: whether what it reads at once begins at multiples of 4 numbers of each row.
+    """
+    bf16, size = x.dtype is torch.bfloat16, x.element_size()
+    rows = x.unsqueeze(0) if x.dim() == 1 else x
+    if not multiple or rows.stride(1) != 1 or not are_multiples(rows, 4):
+        return (Table.BF16 if bf16 else Table.FLOAT32), size
+    return (Table.BF16_AT_ONCE if bf16 else Table.FLOAT32_AT_ONCE), 4 * size
 
 
 def prepare_q(call: IndexerQ) -> QLaunch:
@@ -115,10 +133,14 @@ def prepare_q(call: IndexerQ) -> QLaunch:
     device = call.index_q.device
     arch = device_arch(device.index)
     storage = call.cache_format
-    config = q_config(storage, tokens * heads / arch.sm_count, arch.target)
     groups, pairs = head_size // HEAD_MULTIPLE, call.cos_sin_cache.shape[1] // 2
-    half = (groups + 1) // 2
-    team = (half * HEAD_MULTIPLE // CHUNK - 1).bit_length()
+    rows_per_sm = tokens * heads / arch.sm_count
+    config = q_config(storage, head_size, pairs, rows_per_sm, arch.target)
+    half = (groups + 1) // 2 * HEAD_MULTIPLE
+    team = (half // CHUNK - 1).bit_length()
+    kind, table_bytes = table_kind(call.cos_sin_cache, pairs % 4 == 0)
+    if call.cos_sin_cache.data_ptr() % table_bytes:
+        kind, table_bytes = table_kind(call.cos_sin_cache, False)
     heads_of_cta = (Q_THREADS >> team) * config.heads_per_thread
     weight_size = call.index_weights.element_size()
     table_size = call.cos_sin_cache.element_size()
@@ -135,9 +157,11 @@ def prepare_q(call: IndexerQ) -> QLaunch:
         pairs,
         team,
         -(-heads // heads_of_cta),
-        int(head_size - 2 * pairs < half * HEAD_MULTIPLE),
+        int(head_size - 2 * pairs < half),
+        # One group has no second half: those chunks then repeat the last of the first.
+        int(head_size - 2 * pairs > half or groups == 1),
         call.cos_sin_cache.shape[0] - 1,
-        int(call.cos_sin_cache.dtype is torch.bfloat16),
+        int(kind),
         int(call.index_weights.dtype is torch.bfloat16),
     )
     function = _compiled(kernel_name("q", arch.target), config, device, arch.target)
@@ -146,11 +170,18 @@ def prepare_q(call: IndexerQ) -> QLaunch:
     else:
         codes, scales = (torch.float8_e4m3fn, (tokens, heads, head_size)), None
     factors = (call.softmax_scale, call.head_scale)
-    return QLaunch(function, device, (tokens, heads), codes, scales, strides, sizes, factors)
+    return QLaunch(
+        function, device, (tokens, heads), codes, scales, strides, sizes, factors, table_bytes
+    )
 
 
 class KLaunch(NamedTuple):
-    """A launch of K but for the addresses: what follows them in the groups of `k_kernel`."""
+    """A launch of K but for the addresses: what follows them in the groups of `k_kernel`.
+
+    vectors, aligned: whether the state's and the cache's strides allow wide accesses. state_bytes:
+    what the state's address has to be a multiple of. norm_kind: a `Table`, for an address that is a
+    multiple of norm_bytes and for another.
+    """
 
     function: Callable[..., None]
     claim: Callable[..., None] | None
@@ -159,15 +190,22 @@ class KLaunch(NamedTuple):
     tokens: tuple[int, ...]
     state: tuple[Any, ...]
     vectors: bool
+    state_bytes: int
     table: tuple[int, ...]
     rotary: tuple[int, ...]
     norm: tuple[Any, ...]
+    norm_kind: tuple[int, int]
+    norm_bytes: int
     cache: tuple[Any, ...]
     aligned: bool
 
-    def go(self, *tensors: torch.Tensor) -> None:
-        """Launch on the device's current stream; tensors as `_go` names them."""
-        on_device(self.device, self._go, *tensors)
+    def go(self, state_cache: torch.Tensor, *tensors: torch.Tensor) -> bool:
+        """Launch on the device's current stream, tensors as `_go` names them; False where the
+        state's address is not as aligned."""
+        if state_cache.data_ptr() % self.state_bytes:
+            return False
+        on_device(self.device, self._go, state_cache, *tensors)
+        return True
 
     def _go(
         self, state_cache, token_to_seq, positions, slot_mapping, state_block_table, norm_weight,
@@ -185,13 +223,14 @@ class KLaunch(NamedTuple):
         if self.claim is not None:
             self.claim(slots, tokens)
         at_state, at_cache = state_cache.data_ptr(), k_cache.data_ptr()
+        at_norm = norm_weight.data_ptr()
         vector = int(self.vectors and at_state % 16 == 0)
         self.function(
             slots,
             tokens,
             (at_state, vector, *self.state, state_block_table.data_ptr(), *self.table),
             (cos_sin_cache.data_ptr(), *self.rotary),
-            (norm_weight.data_ptr(), *self.norm),
+            (at_norm, int(self.norm_kind[at_norm % self.norm_bytes != 0]), *self.norm),
             (at_cache, int(self.aligned and at_cache % 4 == 0), *self.cache),
         )
 
@@ -201,16 +240,19 @@ def prepare_k(call: IndexerK) -> KLaunch:
     device, head_size = call.k_cache.device, call.head_size
     arch = device_arch(device.index)
     window, count = (1 + call.overlap) * call.compress_ratio, call.slot_mapping.shape[0]
-    config = k_config(call.cache_format.name, head_size, window, arch.target)
+    state = call.state_cache
+    extent = sum((n - 1) * stride for n, stride in zip(state.shape, state.stride(), strict=True))
+    dense = state.stride(2) == 1 and are_multiples(state, 4) and 4 * extent < 2**36
+    wide = dense and state.data_ptr() % 16 == 0
+    config = k_config(call.cache_format.name, head_size, window, arch.target, wide)
     blocks, block_size = call.k_cache.shape[:2]
-    per_sm = _TOKENS_PER_SM if config.warps == 1 else _LONG_TOKENS_PER_SM
-    span = 1 if count <= per_sm * arch.sm_count else min(call.compress_ratio, 128)
+    span = -(-count // (config.spans_per_sm * arch.sm_count))
     table, norm_weight = call.cos_sin_cache, call.norm_weight
     claim = None
     if count > SCANNED_TOKENS:
         claim = _compiled("indexer_claim", _CLAIM, device, arch.target)
+    norm_kind, norm_bytes = table_kind(norm_weight, True)
     values, scales = call.cache_format.row_parts(head_size)
-    dense = call.state_cache.stride(2) == 1 and are_multiples(call.state_cache, 4)
     return KLaunch(
         function=_compiled(kernel_name("k", arch.target), config, device, arch.target),
         claim=claim,
@@ -221,10 +263,11 @@ def prepare_k(call: IndexerK) -> KLaunch:
             span,
             8 * call.positions.stride(0),
             4 * call.token_to_seq.stride(0),
-            call.compress_ratio,
+            divisor(call.compress_ratio),
         ),
         state=_state(call, window),
         vectors=dense,
+        state_bytes=4 if config.loop else 16,
         table=(
             *(4 * stride for stride in call.state_block_table.stride()),
             call.state_block_table.shape[0] - 1,
@@ -238,10 +281,11 @@ def prepare_k(call: IndexerK) -> KLaunch:
         ),
         norm=(
             norm_weight.element_size() * norm_weight.stride(0),
-            int(norm_weight.dtype is torch.bfloat16),
             call.norm_eps,
             1.0 / head_size,
         ),
+        norm_kind=(int(norm_kind), int(table_kind(norm_weight, False)[0])),
+        norm_bytes=norm_bytes,
         cache=(
             call.k_cache.stride(0),
             block_size * values,

@@ -9,10 +9,14 @@ is computed; that these short cuts give the same bits is tested for every bf16 n
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels import dsl, dsl_store
+from cute_kernels.indexer.config import Table
 from cute_kernels.numerics import e2m1_device, e4m3_device
+
+# 2^-119 as bf16: 67 times the inverse scale is then finite.
+_LEAST = 8 << 7
 
 
 class Quantizer:
@@ -26,6 +30,8 @@ class Quantizer:
     floor: int
     carry: int
     bias: int
+    # Whether there is a short way for amax from `_LEAST` to the largest finite number.
+    short: bool = False
 
     def scale_codes(self, largest: Int32) -> Int32:
         """Codes of both halves of a pair of amax."""
@@ -44,6 +50,17 @@ class QuantizeMxfp4(Quantizer):
 
     def __init__(self, e2m1_instruction: bool):
         self.e2m1_instruction = e2m1_instruction
+        self.short = not e2m1_instruction
+
+    def short_scales(self, largest: Int32) -> tuple[Int32, Int32]:
+        """Codes of both halves, and 2^(127 - code) of both, of amax that `outside` lets pass."""
+        offset = _both(self.carry) - _both(self.bias << 7)
+        exponents = (largest + offset) & _both(0x7F80)
+        return exponents >> 7, _both(254 << 7) - exponents
+
+    def short_codes(self, words, magnitudes, inverse: Int32):
+        """inverse: a pair of equal powers of two."""
+        return [e2m1_device.pack_bf16x8_in_range(words, magnitudes, inverse)]
 
     def codes(self, words, inverse: Int32):
         return [e2m1_device.pack_bf16x8(words, inverse, self.e2m1_instruction)]
@@ -65,6 +82,11 @@ def quantizer(cache_format: str, e2m1_instruction: bool) -> QuantizeMxfp4 | Quan
     return QuantizeMxfp4(e2m1_instruction) if cache_format == "mxfp4" else QuantizeFp8()
 
 
+def outside(largest: Int32) -> Int32:
+    """Bits 15 and 31: where a half of a pair of amax is not finite, or less than `_LEAST`."""
+    return (largest + _both(0x80)) | ~(largest + _both(0x8000 - _LEAST))
+
+
 def _both(half: int) -> int:
     """A word with `half` in both halves."""
     return half << 16 | half
@@ -75,12 +97,17 @@ def inverse_scales(codes: Int32) -> tuple[Int32, Int32]:
     exponents = (_both(254) - codes) << 7
     # 2^-127, for the code 254, is subnormal.
     inverse = dsl_store.max_u16x2(exponents, Int32(_both(0x40)))
-    return dsl_store.permute(inverse, inverse, 0x1010), dsl_store.permute(inverse, inverse, 0x3232)
+    return pairs_of_equals(inverse)
 
 
 def scale_value(code: Int32) -> Float32:
     """2^(code - 127), for a code from 1 to 254 in the low half."""
     return dsl.bits_to_f32((code & 0xFF) << 23)
+
+
+def pairs_of_equals(inverse: Int32) -> tuple[Int32, Int32]:
+    """The low and the high half, each twice."""
+    return dsl_store.permute(inverse, inverse, 0x1010), dsl_store.permute(inverse, inverse, 0x3232)
 
 
 def largest_of(words) -> Int32:
@@ -91,17 +118,16 @@ def largest_of(words) -> Int32:
     return largest
 
 
-def halves_joined(low: Int32, high: Int32) -> Int32:
+def halves_joined(low: Int32, high: Int32, larger=dsl_store.max_bf16x2) -> Int32:
     """The larger half of `low` in the low half, that of `high` in the high half."""
     firsts = dsl_store.permute(low, high, 0x5410)
-    return dsl_store.max_bf16x2(firsts, dsl_store.permute(low, high, 0x7632))
+    return larger(firsts, dsl_store.permute(low, high, 0x7632))
 
 
-def largest_over_lanes(largest: Int32, masks) -> Int32:
+def largest_over_lanes(largest: Int32, masks, larger=dsl_store.max_bf16x2) -> Int32:
     """Halves apart, over the lanes whose number differs in the bits of `masks`."""
     for mask in masks:
-        other = dsl.shuffle_xor_b32(largest, Int32(mask))
-        largest = dsl_store.max_bf16x2(largest, other)
+        largest = larger(largest, dsl.shuffle_xor_b32(largest, Int32(mask)))
     return largest
 
 
@@ -121,3 +147,24 @@ def table_value(address, is_bf16: Int32) -> Float32:
     else:
         value = dsl_store.ld_global_f32(address)
     return value
+
+
+@cute.jit
+def table_values(row: Int64, element: Int64, first: Int32, size: Int32, kind: Int32):
+    """Four numbers of a row from its number `first` on; those outside [0, size) are anything.
+
+    kind: a `Table`. At once: size and first are multiples of 4.
+    """
+    a, b, c, d = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+    if kind >= Table.FLOAT32_AT_ONCE:
+        near = Int64(dsl_store.clamp_s32(first, size - 4))
+        if kind == Table.FLOAT32_AT_ONCE:
+            a, b, c, d = dsl_store.ld_global_f32x4(row + near * 4)
+        else:
+            low, high = dsl_store.ld_global_b32x2(row + near * 2)
+            a, b = dsl_store.bf16x2_to_f32(low)
+            c, d = dsl_store.bf16x2_to_f32(high)
+    else:
+        places = [dsl_store.clamp_s32(first + k, size - 1) for k in range(4)]
+        a, b, c, d = [table_value(row + Int64(at) * element, kind) for at in places]
+    return a, b, c, d

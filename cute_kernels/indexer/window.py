@@ -8,6 +8,7 @@ leave theirs in shared memory, and the first warp joins them.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import cutlass
@@ -16,6 +17,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels import dsl, dsl_store
 from cute_kernels.indexer.config import (
+    JOIN_ROW_BYTES,
+    JOINED_WARPS,
     LANE_CHANNELS,
     WARP_CHANNELS,
     WINDOW_ROWS,
@@ -24,7 +27,6 @@ from cute_kernels.indexer.config import (
 from cute_kernels.store.kernel import Divisor, divided
 
 _NEG_INF_BITS = -(1 << 23)
-_ROW_BYTES = 4 * WARP_CHANNELS
 
 
 class State(NamedTuple):
@@ -74,6 +76,7 @@ def finite_or_zero(top: Float32) -> Float32:
 
 
 def weight(score: Float32, reference: Float32) -> Float32:
+    """exp(score - reference). The difference comes first: it is small where weights are not."""
     return dsl.exp2((score - reference) * dsl.LOG2_E)
 
 
@@ -89,43 +92,56 @@ class Compressor:
         floats = allocator.allocate_array(Float32, self.config.shared_floats, byte_alignment=128)
         return floats.toint()
 
-    @cute.jit
-    def compress(self, state: State, row: Row, shared: Int32):
-        """The compressed channels of each lane, by vector; right in the first of several warps."""
+    def warp(self) -> Int32:
+        """The warp's number among those that share a window."""
+        if self.config.warps == 1:
+            return Int32(0)
         tid, _, _ = cute.arch.thread_idx()
-        warp = Int32(0)
-        if const_expr(self.config.warps > 1):
-            warp = tid >> 5
-        empty = (dsl.NEG_INF, 0.0, 0.0)
-        channels = [
-            [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
-            for _ in range(self.config.vectors)
-        ]
-        batches = cute.ceil_div(state.window, WINDOW_ROWS)
-        for batch in cutlass.range(warp, batches, self.config.warps, unroll=1):
-            address, exists = self._addresses(state, row, batch * WINDOW_ROWS)
-            for v in cutlass.range_constexpr(self.config.vectors):
-                channels[v] = self._batch(state, address, exists, v, channels[v])
-        if const_expr(self.config.warps > 1):
-            channels = self._joined(shared, warp, channels)
-        return [
-            [Float32(one.value / one.total) for one in channels[v]]
-            for v in range(self.config.vectors)
-        ]
+        return tid >> 5
 
     @cute.jit
-    def _addresses(self, state: State, row: Row, first: Int32):
-        """In lane l: the address of row first + l of the window (of an existing one for l of 8 or
-        more, or before position 0), and ones where it exists, else 0."""
+    def window(self, state: State, row: Row):
+        """The softmax of the warp's rows of the window, in each channel of each lane, by vector."""
+        if const_expr(not self.config.loop):
+            first = self.warp() * WINDOW_ROWS
+            address = self._addresses(state, row, first)
+            channels = [
+                self._batch(state, row, first, address, v, None) for v in range(self.config.vectors)
+            ]
+        else:
+            empty = (dsl.NEG_INF, 0.0, 0.0)
+            channels = [
+                [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
+                for _ in range(self.config.vectors)
+            ]
+            batches = cute.ceil_div(state.window, WINDOW_ROWS)
+            for batch in cutlass.range(self.warp(), batches, self.config.warps, unroll=1):
+                first = batch * WINDOW_ROWS
+                address = self._addresses(state, row, first)
+                for v in cutlass.range_constexpr(self.config.vectors):
+                    channels[v] = self._batch(state, row, first, address, v, channels[v])
+        return channels
+
+    def compressed(self, shared: Int32, channels, flag: Int32):
+        """The compressed channels of each lane, by vector, and the largest flag of all warps; right
+        in the first of several warps."""
+        if self.config.warps > 1:
+            return self._joined(shared, channels, flag)
+        return [[one.value * dsl_store.rcp(one.total) for one in of] for of in channels], flag
+
+    def _exists(self, state: State, row: Row, index: Int32) -> Int32:
+        """Ones where row `index` of the window is one, at a position from 0 on; else 0."""
+        count = dsl_store.min_s32(Int32(row.position), state.window - 1) + 1
+        return dsl_store.ones_below(index - (state.window - count), count)
+
+    @cute.jit
+    def _addresses(self, state: State, row: Row, first: Int32) -> Int64:
+        """In lane l: the address of row first + l of the window; of its last for l of 8 or more,
+        and where there is none."""
         index = first + cute.arch.lane_idx() % WINDOW_ROWS
-        at = row.position - Int64(state.window - 1 - index)
-        exists = Int32(0)
-        if index < state.window and at >= 0:
-            exists = Int32(-1)
-        # Of the window's positions the last exists: what does not is read there, and dropped.
-        near = Int32(dsl_store.clamp_s64(at, Int64(2**31 - 1)))
-        if exists == 0:
-            near = Int32(dsl_store.clamp_s64(row.position, Int64(2**31 - 1)))
+        near = Int32(row.position)
+        if self._exists(state, row, index) != 0:
+            near = near - (state.window - 1 - index)
         column, token = divided(near, state.block_tokens)
         sequence = dsl_store.clamp_s32(row.sequence, state.last_sequence)
         entry = state.table + Int64(sequence) * state.table_row
@@ -135,82 +151,128 @@ class Compressor:
         address = state.state + Int64(block) * state.block + Int64(token) * state.token
         if index >= state.late_rows:
             address = address + state.late
-        return address, exists
+        return address
 
-    def _batch(self, state: State, address: Int64, exists: Int32, v: int, channels):
+    def _batch(self, state: State, row: Row, first: Int32, address: Int64, v: int, channels):
         """The channels of one vector after the rows that `_addresses` found."""
         channel = v * WARP_CHANNELS + cute.arch.lane_idx() * LANE_CHANNELS
         # Lanes past the row load channels of others, and are not stored.
         channel = dsl_store.min_s32(channel, state.head_size - LANE_CHANNELS)
-        offset = Int64(channel) * state.element
-        rows = []
-        for r in range(WINDOW_ROWS):
-            at = dsl_store.shuffle_b64(address, Int32(r)) + offset
-            entries = self._load(state, at)
-            rows.append((entries, self._load(state, at + state.width)))
+        words = self._load(state, address, Int64(channel) * state.element)
         entries, scores = [], []
-        for r, (words, score_words) in enumerate(rows):
-            keep = dsl.shuffle_from_lane(exists, Int32(r))
-            entries.append([dsl.bits_to_f32(x & keep) for x in words])
+        for r in range(WINDOW_ROWS):
+            keep = self._exists(state, row, first + r)
             missing = ~keep & _NEG_INF_BITS
-            scores.append([dsl.bits_to_f32(x & keep | missing) for x in score_words])
+            own = words[2 * LANE_CHANNELS * r :]
+            entries.append([dsl.bits_to_f32(x & keep) for x in own[:LANE_CHANNELS]])
+            own = own[LANE_CHANNELS : 2 * LANE_CHANNELS]
+            scores.append([dsl.bits_to_f32(x & keep | missing) for x in own])
         return [
-            self._with_rows(one, [row[i] for row in entries], [row[i] for row in scores])
-            for i, one in enumerate(channels)
+            self._with_rows(
+                None if channels is None else channels[i],
+                [row[i] for row in entries],
+                [row[i] for row in scores],
+            )
+            for i in range(LANE_CHANNELS)
         ]
 
     @cute.jit
-    def _load(self, state: State, at: Int64):
-        a, b, c, d = (Int32(0), Int32(0), Int32(0), Int32(0))
-        if state.vector != 0:
-            a, b, c, d = dsl_store.ld_global_b32x4(at)
-        else:
-            a = dsl_store.ld_global_b32(at)
-            b = dsl_store.ld_global_b32(at + state.element)
-            c = dsl_store.ld_global_b32(at + 2 * state.element)
-            d = dsl_store.ld_global_b32(at + 3 * state.element)
-        return a, b, c, d
+    def _load(self, state: State, address: Int64, offset: Int64):
+        """Entries and scores of the lane's channels, of one row after the other.
 
-    def _with_rows(self, one: Softmax, entries, scores) -> Softmax:
-        top = one.top
-        for score in scores:
-            top = dsl.fmax(top, score)
+        All branch at once, and the first way takes half the registers for addresses.
+        """
+        words = [Int32(0)] * (2 * LANE_CHANNELS * WINDOW_ROWS)
+        if const_expr(not self.config.loop):
+            words = self._load_wide(state, address, offset)
+        else:
+            if state.vector != 0:
+                words = self._load_wide(state, address, offset)
+            else:
+                words = self._load_single(state, address, offset)
+        return words
+
+    def _load_wide(self, state: State, address: Int64, offset: Int64):
+        # In units of 16 bytes 32 bits reach far enough (``op.prepare_k``).
+        unit = Int32((address - state.state) >> 4)
+        bases, words = (state.state + offset, state.state + offset + state.width), []
+        for r in range(WINDOW_ROWS):
+            row = dsl.shuffle_from_lane(unit, Int32(r))
+            for base in bases:
+                words += dsl_store.ld_global_b32x4(dsl_store.add_16_times(base, row))
+        return words
+
+    def _load_single(self, state: State, address: Int64, offset: Int64):
+        words = []
+        for r in range(WINDOW_ROWS):
+            row = dsl_store.shuffle_b64(address, Int32(r)) + offset
+            for base in (row, row + state.width):
+                places = [base + i * state.element for i in range(LANE_CHANNELS)]
+                words += [dsl_store.ld_global_b32(place) for place in places]
+        return words
+
+    def _with_rows(self, one: Softmax | None, entries, scores) -> Softmax:
+        """A channel with further rows; None: with no others."""
+        top = functools.reduce(dsl.fmax, scores if one is None else [one.top, *scores])
         reference = finite_or_zero(top)
-        old = weight(one.top, reference)
-        total, value = one.total * old, one.value * old
-        for entry, score in zip(entries, scores, strict=True):
-            new = weight(score, reference)
+        weights = [weight(score, reference) for score in scores]
+        if one is None:
+            total, value = weights[0], weights[0] * entries[0]
+            weights, entries = weights[1:], entries[1:]
+        else:
+            old = weight(one.top, reference)
+            total, value = one.total * old, one.value * old
+        for entry, new in zip(entries, weights, strict=True):
             total, value = total + new, dsl.fma(new, entry, value)
         return Softmax(top, total, value)
 
     @cute.jit
-    def _joined(self, shared: Int32, warp: Int32, channels):
-        """All warps' channels as one, in the first warp."""
-        lane = cute.arch.lane_idx()
-        warp_bytes = 3 * self.config.vectors * _ROW_BYTES
-        own = shared + warp * warp_bytes + lane * (4 * LANE_CHANNELS)
-        # Not before the first warp has read those of the window before.
-        cute.arch.sync_threads()
-        for v in cutlass.range_constexpr(self.config.vectors):
-            for field in cutlass.range_constexpr(3):
-                x = [one[field] for one in channels[v]]
-                dsl.st_shared_f32x4(own + (3 * v + field) * _ROW_BYTES, *x)
-        cute.arch.sync_threads()
-        if warp == 0:
-            for v in cutlass.range_constexpr(self.config.vectors):
-                for other in cutlass.range(1, self.config.warps, unroll=1):
-                    at = shared + other * warp_bytes + lane * (4 * LANE_CHANNELS)
-                    parts = [
-                        dsl.ld_shared_f32x4(at + (3 * v + field) * _ROW_BYTES) for field in range(3)
-                    ]
-                    channels[v] = [
-                        self._merged(one, Softmax(*(part[i] for part in parts)))
-                        for i, one in enumerate(channels[v])
-                    ]
-        return channels
+    def _joined(self, shared: Int32, channels, flag: Int32):
+        """As `compressed`, of windows that warps share.
 
-    def _merged(self, a: Softmax, b: Softmax) -> Softmax:
-        top = dsl.fmax(a.top, b.top)
-        reference = finite_or_zero(top)
-        of_a, of_b = weight(a.top, reference), weight(b.top, reference)
-        return Softmax(top, a.total * of_a + b.total * of_b, a.value * of_a + b.value * of_b)
+        All threads join: `_JOINED` warps' parts of a channel each, then with their neighbours.
+        """
+        tid, _, _ = cute.arch.thread_idx()
+        vectors, rows = self.config.vectors, self.config.warps * self.config.vectors
+        result = shared + 3 * rows * JOIN_ROW_BYTES
+        flags = shared + 4 * self.config.join_floats
+        at = cute.arch.lane_idx() * (4 * LANE_CHANNELS)
+        for v in cutlass.range_constexpr(vectors):
+            for field in cutlass.range_constexpr(3):
+                row = shared + (field * rows + self.warp() * vectors + v) * JOIN_ROW_BYTES
+                dsl.st_shared_f32x4(row + at, *[one[field] for one in channels[v]])
+        dsl.st_shared_b32(flags + 4 * self.warp(), flag)
+        cute.arch.sync_threads()
+        flag = dsl.ld_shared_b32(flags + 4 * (tid % self.config.warps))
+        # Threads next to each other have one channel.
+        neighbours = self.config.warps // JOINED_WARPS
+        channel, part = tid // neighbours, tid % neighbours
+        for v in cutlass.range_constexpr(vectors):
+            first = shared + (part * vectors + v) * JOIN_ROW_BYTES + channel * 4
+            value = self._ratio(first, rows, neighbours * vectors)
+            dsl.st_shared_f32(result + (v * WARP_CHANNELS + channel) * 4, value)
+        cute.arch.sync_threads()
+        own = [dsl.ld_shared_f32x4(result + v * (4 * WARP_CHANNELS) + at) for v in range(vectors)]
+        return own, dsl.warp_max_b32(flag)
+
+    def _ratio(self, first: Int32, rows: int, step: int) -> Float32:
+        """The compressed channel whose first part's maximum is at `first`; to all its threads."""
+        top, total, value = (
+            [
+                dsl.ld_shared_f32(first + (field * rows + i * step) * JOIN_ROW_BYTES)
+                for i in range(JOINED_WARPS)
+            ]
+            for field in range(3)
+        )
+        masks = [mask for mask in (1, 2) if mask < self.config.warps // JOINED_WARPS]
+        largest = functools.reduce(dsl.fmax, top)
+        for mask in masks:
+            largest = dsl.fmax(largest, dsl.shuffle_xor_f32(largest, Int32(mask)))
+        factors = [weight(one, finite_or_zero(largest)) for one in top]
+        sums = [Float32(0.0), Float32(0.0)]
+        for k, parts in enumerate((total, value)):
+            for part, factor in zip(parts, factors, strict=True):
+                sums[k] = dsl.fma(part, factor, sums[k])
+            for mask in masks:
+                sums[k] = sums[k] + dsl.shuffle_xor_f32(sums[k], Int32(mask))
+        return sums[1] * dsl_store.rcp(sums[0])

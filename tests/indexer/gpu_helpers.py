@@ -14,6 +14,7 @@ from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
 from cute_kernels.indexer import interface, op
 from cute_kernels.indexer.config import Q_THREADS, IndexerKConfig, IndexerQConfig
+from cute_kernels.prepared import PreparedCalls
 from tests.indexer.helpers import KCall
 from tests.store import retarget
 
@@ -38,7 +39,7 @@ def kernel(request, monkeypatch, tmp_path_factory) -> Iterator[str]:
     monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((10, 0), "sm_100a", 132))
     monkeypatch.setattr(op, "launcher", stand_in)
     for name in ("_PREPARED_Q", "_PREPARED_K"):
-        monkeypatch.setattr(interface, name, type(interface._PREPARED_Q)(interface._key))
+        monkeypatch.setattr(interface, name, PreparedCalls())
     yield request.param
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -107,6 +108,9 @@ K_CASES = tuple(
 )
 
 
+DEGENERATE = ("zero", "nan", "infinite", "no score", "tiny", "huge scores")
+
+
 class KCall:
     """Arguments of a K call whose unread memory is poison, and what the call has to write.
 
@@ -199,3 +203,23 @@ class KCall:
             a["norm_eps"],
             wide(a["cos_sin_cache"]),
         )
+
+
+def degenerate_k_call(case: KCase, what: str) -> KCall:
+    """A single window of special entries or scores. what: one of `DEGENERATE`."""
+    call = KCall(replace(case, lengths=(case.ratio,), state_block_size=case.ratio))
+    entries, scores = call.arguments["state_cache"][1].chunk(2, -1)
+    if what == "zero":
+        entries.zero_()
+    elif what == "tiny":
+        entries.fill_(2.0**-149)
+        call.arguments["norm_weight"].fill_(2.0**-20)
+    elif what == "no score":
+        scores.fill_(-math.inf)
+    elif what == "huge scores":
+        scores.fill_(1e38)
+        entries.fill_(1.5)
+    else:
+        # A channel that the first window reads, whether its rows have one half or two.
+        entries[1, -56] = math.nan if what == "nan" else math.inf
+    return call

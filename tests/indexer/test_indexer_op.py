@@ -80,7 +80,7 @@ def test_a_launch_of_q(compiled, use_fp4):
     launch = op.prepare_q(call)
     codes, scales, weights = launch.go(*call[:4])
     config, recorder = compiled["indexer_q_sm90"]
-    assert config == q_config(call.cache_format, 5 * 64 / 132, "sm_90a")
+    assert config == q_config(call.cache_format, 128, 32, 5 * 64 / 132, "sm_90a")
     ((mWeights, *groups),) = recorder.calls
     assert mWeights is weights and weights.shape == (5, 64)
     kinds = (q_kernel.Addresses, q_kernel.Strides, q_kernel.Sizes, q_kernel.Factors)
@@ -94,16 +94,19 @@ def test_a_launch_of_q(compiled, use_fp4):
 
 
 @pytest.mark.parametrize(
-    ("head_size", "rope_dim", "lanes", "early"),
-    ((32, 2, 4, 1), (64, 32, 4, 0), (96, 32, 8, 0), (96, 96, 8, 1), (128, 64, 8, 0),
-     (128, 66, 8, 1), (160, 10, 16, 0), (512, 64, 32, 0)),
+    ("head_size", "rope_dim", "lanes", "early", "partly"),
+    ((32, 2, 4, 1, 1), (64, 32, 4, 0, 0), (96, 32, 8, 0, 0), (96, 96, 8, 1, 0), (128, 64, 8, 0, 0),
+     (128, 66, 8, 1, 0), (160, 10, 16, 0, 1), (288, 286, 32, 1, 0), (512, 64, 32, 0, 1)),
 )  # fmt: skip
-def test_lanes_of_a_head(compiled, head_size, rope_dim, lanes, early):
+def test_lanes_of_a_head(compiled, head_size, rope_dim, lanes, early, partly):
     from cute_kernels.indexer import q_kernel
 
     launch = op.prepare_q(checked_q(q_arguments(queries(3, 70, head_size), rope_dim)))
     sizes = q_kernel.Sizes(*launch.sizes)
-    assert (1 << sizes.team, sizes.early, sizes.pairs) == (lanes, early, rope_dim // 2)
+    assert (1 << sizes.team, sizes.pairs) == (lanes, rope_dim // 2)
+    assert (sizes.early, sizes.partly) == (early, partly)
+    config = compiled["indexer_q_sm90"][0]
+    assert config.fixed_sizes == ((head_size, rope_dim) == (128, 64))
     assert sizes.groups * 32 == head_size
     heads_of_cta = 128 // lanes
     assert (sizes.parts - 1) * heads_of_cta < 70 <= sizes.parts * heads_of_cta
@@ -157,6 +160,28 @@ def test_a_launch_of_k(compiled, ratio, cache_format):
     assert "indexer_claim" not in compiled and k_kernel.Tokens(*groups[0]).owner == 0
     # Blocks at odd addresses, as KCall has them.
     assert k_kernel.Cache(*groups[4]).aligned == 0
+
+
+def test_states_that_do_not_allow_16_byte_loads_have_a_variant_of_their_own(compiled):
+    call = check_k(**KCall(CASE).arguments)
+    launch = op.prepare_k(call)
+    assert not compiled.pop("indexer_k_sm90")[0].loop
+    tensors = list(interface._k_tensors(call))
+    assert launch.go(*tensors)
+    room = torch.zeros(call.state_cache.numel() + 1)
+    tensors[0] = room[1:].view(call.state_cache.shape)
+    assert not launch.go(*tensors)
+    launch = op.prepare_k(call._replace(state_cache=tensors[0]))
+    assert compiled["indexer_k_sm90"][0].loop and launch.go(*tensors)
+
+
+def test_tokens_are_dealt_to_what_is_resident(compiled):
+    """As many spans as there is room for: 16 warps, or one CTA for long windows, an SM."""
+    for ratio, count, span in ((4, 2112, 1), (4, 2113, 2), (128, 132, 1), (128, 265, 3)):
+        case = KCase("case", "mxfp4", ratio, int(ratio == 4), lengths=(count - 1,))
+        launch = op.prepare_k(check_k(**KCall(case).arguments))
+        assert launch.tokens[:2] == (count, span)
+        compiled.clear()
 
 
 def test_long_calls_claim_their_slots_first(compiled):
@@ -243,7 +268,8 @@ def test_the_support_tables_have_what_calls_ask_for(target):
     q, k = set(q_support_table(target)), set(k_support_table(target))
     for cache_format in ("mxfp4", "fp8_e4m3"):
         for rows in (0.1, 63, 64, 1e6):
-            assert q_config(cache_format, rows, target) in q
+            for size in ((128, 32), (128, 31), (96, 32)):
+                assert q_config(cache_format, *size, rows, target) in q
         for head_size in HEAD_SIZES:
             for window in (1, 8, 32, 33, 128, 4096):
                 config = k_config(cache_format, head_size, window, target)

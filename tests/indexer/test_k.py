@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,16 @@ from cute_kernels import compress_norm_rope_insert
 from cute_kernels.indexer.arguments import check_k
 from cute_kernels.reference.indexer import gather_indexer_k, k_rows, split_k_cache
 from tests.indexer import oracle
-from tests.indexer.helpers import K_CASES, SENTINEL, KCall, KCase, strided, wide
+from tests.indexer.helpers import (
+    DEGENERATE,
+    K_CASES,
+    SENTINEL,
+    KCall,
+    KCase,
+    degenerate_k_call,
+    strided,
+    wide,
+)
 
 FORMATS = pytest.mark.parametrize("cache_format", ("mxfp4", "fp8_e4m3"))
 CASES = pytest.mark.parametrize("case", K_CASES, ids=lambda case: case.id)
@@ -190,20 +198,10 @@ def test_rows_beyond_2_to_the_31_bytes(cache_format):
 
 
 @FORMATS
-@pytest.mark.parametrize("what", ("zero", "nan", "infinite", "no score", "tiny"))
+@pytest.mark.parametrize("what", DEGENERATE)
 def test_degenerate_windows(cache_format, what):
     """The formula decides; a row that is NaN has the smallest scale."""
-    call = KCall(replace(DEFAULT, cache_format=cache_format, lengths=(4,), state_block_size=4))
-    entries, scores = call.arguments["state_cache"][1].chunk(2, -1)
-    if what == "zero":
-        entries.zero_()
-    elif what == "tiny":
-        entries.fill_(2.0**-149)
-        call.arguments["norm_weight"].fill_(2.0**-20)
-    elif what == "no score":
-        scores.fill_(-math.inf)
-    else:
-        entries[1, 200] = math.nan if what == "nan" else math.inf
+    call = degenerate_k_call(replace(DEFAULT, cache_format=cache_format), what)
     memory = call.run()
     np.testing.assert_array_equal(memory, call.expected(rows_by_slot(call)))
     values, scales = (memory[at] for at in call.ranges(call.rows[0][0]))

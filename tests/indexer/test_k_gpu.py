@@ -7,7 +7,6 @@ order. Every test runs for the SM90 kernels and for the SM100 kernels retargeted
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import replace
 
@@ -18,7 +17,16 @@ import torch
 from cute_kernels import compress_norm_rope_insert
 from cute_kernels.indexer.config import SCANNED_TOKENS
 from tests.indexer.gpu_helpers import GpuCall, kernel, on_gpu, strided_copy
-from tests.indexer.helpers import BF16, K_CASES, SENTINEL, KCall, KCase, strided
+from tests.indexer.helpers import (
+    BF16,
+    DEGENERATE,
+    K_CASES,
+    SENTINEL,
+    KCall,
+    KCase,
+    degenerate_k_call,
+    strided,
+)
 from tests.indexer.test_k import DEFAULT, FORMATS, step_and_differences
 from tests.requires import requires
 
@@ -205,22 +213,12 @@ def test_rows_beyond_2_to_the_31_bytes(kernel, cache_format):
 
 
 @FORMATS
-@pytest.mark.parametrize("what", ("zero", "nan", "infinite", "no score", "tiny"))
+@pytest.mark.parametrize("what", DEGENERATE)
 def test_degenerate_windows(kernel, cache_format, what):
     """The formula decides, to the last byte."""
     for ratio, overlap in ((4, 1), (128, 0)):
         case = replace(DEFAULT, cache_format=cache_format, ratio=ratio, overlap=overlap)
-        call = KCall(replace(case, lengths=(ratio,), state_block_size=ratio))
-        entries, scores = call.arguments["state_cache"][1].chunk(2, -1)
-        if what == "zero":
-            entries.zero_()
-        elif what == "tiny":
-            entries.fill_(2.0**-149)
-            call.arguments["norm_weight"].fill_(2.0**-20)
-        elif what == "no score":
-            scores.fill_(-math.inf)
-        else:
-            entries[1, -56] = math.nan if what == "nan" else math.inf
+        call = degenerate_k_call(case, what)
         check(call, run(GpuCall(call)), allowed=0)
 
 

@@ -6,10 +6,15 @@ import dataclasses
 
 import pytest
 
-from cute_kernels import registry
 from cute_kernels.attention.route_sm90 import Bounds, route
-from kvcache import selection
-from tests.kvcache.helpers import DECODE_16_BITS, PREFILL_16_BITS, PREFILL_SM90, config
+from kvcache import contracts, selection
+from tests.kvcache.helpers import (
+    DECODE_16_BITS,
+    DECODE_SM90,
+    PREFILL_16_BITS,
+    PREFILL_SM90,
+    config,
+)
 
 
 @pytest.mark.parametrize("head_size", (64, 128, 256, 512))
@@ -67,8 +72,8 @@ def test_caches_of_16_bits_are_read_in_the_dtype_of_the_queries(name, head_size,
 @pytest.mark.parametrize("name", ("fp8", "auto"))
 def test_batch_invariance_changes_no_kernel(name):
     asked = config(kv_cache_dtype=name, head_size=128, batch_invariant=True)
-    both = (DECODE_SM90, PREFILL_SM90)
-    assert selection.select_kernels(asked) == (both if name == "fp8" else (PREFILL_16_BITS,))
+    both = {"fp8": (DECODE_SM90, PREFILL_SM90), "auto": (DECODE_16_BITS, PREFILL_16_BITS)}
+    assert selection.select_kernels(asked) == both[name]
     assert selection.select_kernels(asked) == selection.select_kernels(
         config(kv_cache_dtype=name, head_size=128)
     )
@@ -80,7 +85,7 @@ def test_decoding_without_split_keys_is_called_slow(monkeypatch):
     for fields in ({}, {"num_q_heads": 512}, {"batch_invariant": True}, {"kv_cache_dtype": "auto"}):
         asked = config(head_size=128, **fields)
         assert selection.decode_caveat(asked) is None and slow not in selection.explain(asked)
-    monkeypatch.setattr(registry, "contracts", lambda: (PREFILL_SM90,))
+    monkeypatch.setattr(contracts, "readers", lambda: (PREFILL_SM90,))
     asked = config(head_size=128)
     assert slow in selection.decode_caveat(asked) and slow in selection.explain(asked)
     with pytest.raises(NotImplementedError, match="head size 96"):

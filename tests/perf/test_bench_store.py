@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from cute_kernels.reference.store import gather_kv
-from perf import bench_store
+from perf import bench_store, writers
 from perf.bench_store import DTYPES, OURS, StoreCase
 from perf.compare import pairs
-from perf.rows import OK, Measurement, check_row, make_row, make_workload
+from perf.rows import (
+    OK,
+    Measurement,
+    check_row,
+    make_row,
+    make_workload,
+    read_rows,
+    write_rows,
+)
 from perf.timing import Timing
 from perf.writers import BASELINE, print_report
 from tests.perf.helpers import MACHINE, METHOD
@@ -78,6 +88,24 @@ def test_the_report_shows_ours_and_the_baseline(capsys):
     print_report([make_test_row(OURS, case, 3.25), make_test_row(BASELINE, case, 4.5)])
     text = capsys.readouterr().out
     assert case.name in text and "3.25" in text and "4.50" in text and MACHINE.gpu in text
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch, tmp_path):
+    first, second = StoreCase(1, "fp8"), StoreCase(1, "nvfp4")
+
+    def measure(benchmark, case, rounds):
+        if case is second:
+            raise KeyboardInterrupt
+        timing = Timing(3.0, 3.0, 3.0)
+        return {OURS: Measurement(OK, 0.0, timing, timing, 9.0)}, METHOD, timing
+
+    monkeypatch.setattr(writers, "measure", measure)
+    path = tmp_path / "rows.json"
+    keep = partial(write_rows, path)
+    with pytest.raises(KeyboardInterrupt):
+        writers.run(None, [first, second], MACHINE, 20, keep)
+    assert [row["case"] for row in read_rows(path)] == [first.name]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_baseline_that_lacks_a_dtype_says_so(monkeypatch):
