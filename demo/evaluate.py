@@ -14,11 +14,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvcache.integrations.transformers import forward
+from kvcache.integrations.transformers import PagedKVCache, forward
 
-# Query rows (GQA group x query tokens) that the decode kernel packs into one tile.
-PACKED_ROWS = 64
-CPU_CHUNK = 256
+CHUNK = 256  # query tokens of a forward pass
 
 
 class Generation(NamedTuple):
@@ -32,8 +30,10 @@ class Choices(NamedTuple):
 
     steps: int
     equal: int
-    widest_gap: float | None  # where they differ: the reference's logits of both choices
+    leading: int  # steps before the first where they differ
+    widest_gap: float | None  # where they differ: the second one's logits of both choices
     max_logit_difference: float
+    ids: list[int]  # the second one's choices
 
 
 class Comparison(NamedTuple):
@@ -58,15 +58,6 @@ def noting_fallbacks(notes: set[str]) -> Iterator[None]:
             )
 
 
-def chunk_tokens(model: PreTrainedModel) -> int:
-    """Query tokens per forward pass: on a GPU as many as one tile of the decode kernel packs, so
-    that prefill runs through that kernel, too."""
-    if model.device.type == "cpu":
-        return CPU_CHUNK
-    config = model.config.get_text_config(decoder=True)
-    return max(1, PACKED_ROWS * config.num_key_value_heads // config.num_attention_heads)
-
-
 @torch.inference_mode()
 def generate(
     model: PreTrainedModel,
@@ -78,7 +69,7 @@ def generate(
     """Up to `max_tokens` tokens behind `prompt_ids` (1, L), the likeliest one at each step."""
     stop = model.generation_config.eos_token_id
     stop = set(stop) if isinstance(stop, list) else {stop}
-    for chunk in prompt_ids.split(chunk_tokens(model), dim=1):
+    for chunk in prompt_ids.split(CHUNK, dim=1):
         last = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
     # Reading a token id waits for the device, so the clock sees finished steps.
     ids, logits = [int(last.argmax())], [last]
@@ -106,7 +97,7 @@ def token_losses(
         raise ValueError(f"ids: got shape {tuple(ids.shape)}; accepted: (1, L) with L >= 2")
     losses, start = [], 0
     with tqdm(total=ids.shape[1], desc=label, unit="token", disable=None) as bar:
-        for chunk in ids.split(chunk_tokens(model), dim=1):
+        for chunk in ids.split(CHUNK, dim=1):
             targets = ids[0, start + 1 : start + 1 + chunk.shape[1]]
             logits = forward(model, chunk, cache).logits[0, : len(targets)].float()
             loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
@@ -116,46 +107,61 @@ def token_losses(
     return torch.cat(losses)
 
 
+@contextlib.contextmanager
+def _stored_before(cache: PagedKVCache) -> Iterator[None]:
+    """Forward passes find the K and V of their own tokens in the pages, too, and store none."""
+    for layer in cache.layers:
+        layer.pages.write = lambda *args: None
+    try:
+        yield
+    finally:
+        for layer in cache.layers:
+            del layer.pages.write
+
+
 @torch.inference_mode()
 def choices_from_one_cache(
     model: PreTrainedModel,
     implementations: tuple[str, str],
     prompt_ids: torch.Tensor,
-    cache: Cache,
+    cache: PagedKVCache,
     max_tokens: int,
 ) -> Choices:
-    """Greedy choices of the first attention implementation at each step of the second one's text.
+    """Greedy choices of two attention implementations behind the same text, from the same bytes.
 
-    Before each step both find the same cache, which the second one filled. Two runs with a cache
-    each also compare the caches: rounding to FP8 turns a difference of 2e-4 in an output into
-    codes that differ by 6 %, and logits of SmolLM2 by 1, whichever the two functions are.
+    The first one's pass stores K and V; the second one's finds them stored, those of its own tokens
+    included. What is chosen second is what both read next. Where each stores its own, requantized
+    keys and values of later layers are compared with it: rounding turns a difference of 2e-4 in an
+    output into FP8 codes that differ by 6 %, and logits of SmolLM2 by up to 1, whichever the two
+    functions are.
     """
+    first, second = implementations
     stop = model.generation_config.eos_token_id
     stop = set(stop) if isinstance(stop, list) else {stop}
-    chunks = list(prompt_ids.split(chunk_tokens(model), dim=1))
-    steps = equal = 0
-    widest, difference = None, 0.0
+    chunks = list(prompt_ids.split(CHUNK, dim=1))
+    ids: list[int] = []
+    equal, leading, widest, difference = 0, None, None, 0.0
     with tqdm(total=max_tokens, desc="compare", unit="token", disable=None) as bar:
-        while steps < max_tokens:
+        while len(ids) < max_tokens and not (ids and ids[-1] in stop):
             for chunk in chunks:
-                model.set_attn_implementation(implementations[0])
+                model.set_attn_implementation(first)
                 tried = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
-                for layer in cache.layers:
-                    layer.crop(-chunk.shape[1])
-                model.set_attn_implementation(implementations[1])
-                logits = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
+                cache.crop(-chunk.shape[1])
+                model.set_attn_implementation(second)
+                with _stored_before(cache):
+                    logits = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
             choice, chosen = int(tried.argmax()), int(logits.argmax())
             difference = max(difference, (tried - logits).abs().max().item())
-            steps += 1
-            bar.update()
             if choice == chosen:
                 equal += 1
             else:
+                leading = len(ids) if leading is None else leading
                 widest = max(widest or 0.0, (logits[chosen] - logits[choice]).item())
-            if chosen in stop:
-                break
+            ids.append(chosen)
+            bar.update()
             chunks = [torch.tensor([[chosen]], device=prompt_ids.device)]
-    return Choices(steps, equal, widest, difference)
+    steps = len(ids)
+    return Choices(steps, equal, steps if leading is None else leading, widest, difference, ids)
 
 
 def perplexity(losses: torch.Tensor) -> float:
@@ -170,17 +176,19 @@ def perplexity_change(losses: torch.Tensor, baseline: torch.Tensor) -> tuple[flo
     return change, (1.0 + change) * difference.std().item() / math.sqrt(len(difference))
 
 
+def leading_equal(ids: list[int], others: list[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    pairs = zip(ids, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(others)))
+
+
 def compare(run: Generation, reference: Generation) -> Comparison:
     """How far two greedy runs from one prompt agree.
 
     `logit_gap`: at the first step where they differ, the reference's logit of its own choice less
     its logit of the other run's choice; None where nothing differs. Near 0 it was a tie.
     """
-    equal = 0
-    for ours, theirs in zip(run.ids, reference.ids, strict=False):
-        if ours != theirs:
-            break
-        equal += 1
+    equal = leading_equal(run.ids, reference.ids)
     identical = run.ids == reference.ids
     shared = min(equal + 1, len(run.ids), len(reference.ids))
     difference = max(

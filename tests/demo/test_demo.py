@@ -20,7 +20,12 @@ from demo import evaluate, report, texts  # noqa: E402 - needs transformers
 from demo import models as demo_models  # noqa: E402
 from demo.cli import main  # noqa: E402
 from demo.evaluate import Choices, Comparison, Generation  # noqa: E402
-from kvcache.integrations.transformers import PagedKVCache, register  # noqa: E402
+from kvcache.integrations.transformers import (  # noqa: E402
+    PagedKVCache,
+    calibrate_scales,
+    forward,
+    register,
+)
 from tests.demo import models  # noqa: E402
 
 
@@ -35,7 +40,7 @@ def paged_llama():
 
 @pytest.mark.parametrize("length", (2, 16, 17, 40))
 def test_token_losses_are_those_of_one_pass_of_eager_attention(length, monkeypatch):
-    monkeypatch.setattr(evaluate, "CPU_CHUNK", 16)
+    monkeypatch.setattr(evaluate, "CHUNK", 16)
     model, ids = paged_llama(), models.tokens(1, length)
     losses = evaluate.token_losses(model, ids, PagedKVCache(model.config))
     model.set_attn_implementation("eager")
@@ -75,14 +80,6 @@ def test_generate_chooses_the_likeliest_token_and_stops_at_the_end_of_text():
     assert stopped.ids == run.ids[: stop + 1]
 
 
-def test_a_gpu_prefill_chunk_is_one_tile_of_the_decode_kernel():
-    model = types.SimpleNamespace(device=torch.device("cuda"), config=models.llama().config)
-    model.config.num_attention_heads, model.config.num_key_value_heads = 9, 3
-    assert evaluate.chunk_tokens(model) == 21
-    model.config.num_attention_heads, model.config.num_key_value_heads = 128, 1
-    assert evaluate.chunk_tokens(model) == 1
-
-
 def run_of(ids: list[int], rows: list[list[float]]) -> Generation:
     return Generation(ids, [torch.tensor(row) for row in rows], 1.0)
 
@@ -112,7 +109,7 @@ def test_choices_from_one_cache_see_a_wrong_attention_and_nothing_else():
     run = evaluate.generate(model, prompt, PagedKVCache(model.config), 6)
     cache = PagedKVCache(model.config)
     same = evaluate.choices_from_one_cache(model, ("cute_kv", "reference"), prompt, cache, 6)
-    assert same == Choices(6, 6, None, 0.0)
+    assert same == Choices(6, 6, 6, None, 0.0, run.ids)
     assert cache.get_seq_length() == 40 + 5
     cache = PagedKVCache(model.config)
     wrong = evaluate.choices_from_one_cache(model, ("forgetful", "reference"), prompt, cache, 6)
@@ -123,6 +120,31 @@ def test_choices_from_one_cache_see_a_wrong_attention_and_nothing_else():
     cache = PagedKVCache(model.config)
     stopped = evaluate.choices_from_one_cache(model, ("cute_kv", "reference"), prompt, cache, 6)
     assert stopped.steps <= 3
+
+
+@torch.inference_mode()
+def test_choices_from_one_cache_read_the_bytes_of_the_first():
+    """Outputs that differ store other codes, which the second function must not see."""
+    model, prompt = paged_llama(), models.tokens(1, 300)
+    model.generation_config.eos_token_id = None
+    scales = calibrate_scales(model, prompt)
+
+    def coarse(*args, **kwargs):
+        return models.reference(*args, **kwargs) * 1.01
+
+    register("reference", models.reference)
+    register("coarse", coarse)
+    cache, own = (PagedKVCache(model.config, "fp8", scales) for _ in range(2))
+    found = evaluate.choices_from_one_cache(model, ("coarse", "reference"), prompt, cache, 6)
+    model.set_attn_implementation("coarse")
+    for ids in (*prompt.split(evaluate.CHUNK, dim=1), *torch.tensor([found.ids[:5]]).split(1, 1)):
+        forward(model, ids, own)
+    for layer, wanted in zip(cache.layers, own.layers, strict=True):
+        for side, want in zip(layer.read(), wanted.read(), strict=True):
+            assert torch.equal(side, want)
+    assert 0 < found.max_logit_difference
+    forward(model, prompt[:, :1], cache)  # stores again
+    assert cache.layers[0].read()[0].shape[1] == 306
 
 
 # ---- verdict -----------------------------------------------------------------------------------
@@ -139,7 +161,7 @@ def result(change: float = 0.002, gap: float | None = None, fallbacks: tuple = (
             "token_ids": [5, 6, 7],
             "tokens_per_second": 12.5,
             "comparison": Comparison(2, False, 0.25, 0.5)._asdict(),
-            "choices": Choices(3, 3 if gap is None else 1, gap, 0.01)._asdict(),
+            "choices": Choices(3, 3 if gap is None else 1, 1, gap, 0.01, [5, 6, 7])._asdict(),
         },
         "quality": {
             "tokens": 100,
@@ -267,7 +289,8 @@ def test_the_command_line_on_a_real_model(tmp_path):
     assert generation["text"].strip() in done.output
     assert len(generation["token_ids"]) == 8
     assert generation["comparison"] == Comparison(8, True, None, 0.0)._asdict()
-    assert generation["choices"] == Choices(8, 8, None, 0.0)._asdict()
+    same = Choices(8, 8, 8, None, 0.0, generation["token_ids"])
+    assert generation["choices"] == same._asdict()
     assert numbers["attention"] == "torch reference"
     # Pages of 64 tokens, K and V, 3 heads of 64 elements, 30 layers; 100 tokens take two pages.
     assert quality["cache_bytes_fp8"] == 2 * 64 * 2 * 3 * 64 * 30
