@@ -195,8 +195,8 @@ def test_greedy_text_through_the_kernels_is_the_references(on_gpu, dtype):
     """The text that `generate` writes through the kernels is the reference's choice at each step.
 
     The reference reads the bytes that the kernels' pass has stored. With bytes of its own it would
-    be compared with its own rounding: a difference of 2e-4 moves codes by 6 or 33 %, and then texts
-    part, as they do between the reference and itself with noise of 1e-3 in it, after 0 to 14 tokens.
+    be compared with its own rounding: a difference of 2e-4 moves codes by 6 or 33 %, and texts
+    part, as those of the reference and itself with noise of 1e-3 do, after 0 to 14 tokens.
     """
     from demo import evaluate, texts
     from demo.models import MODELS
