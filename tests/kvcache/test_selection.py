@@ -325,8 +325,8 @@ def test_explain_says_which_kernel_and_why_not(monkeypatch):
         "the kernel reads nvfp4",
         "  kvcache.paged and cute_kernels.reshape_and_cache write it",
         "  decode_sm90 serves sequences of any number of query tokens",
-        "  decode_sm90 reads all keys again for every 32 query rows (GQA group x query tokens): long "
-        "prefill is right, but slow",
+        "  decode_sm90 reads all keys again for every 32 query rows (GQA group x query tokens): "
+        "long prefill is right, but slow",
         "  served",
     ]
     pretend_kernels(monkeypatch, DECODE_SM90, PREFILL_SM90, PREFILL_16_BITS)
