@@ -80,8 +80,7 @@ def _load(model: str, model_dir: Path | None, device: torch.device, rotate: bool
     click.echo(f"loading {gguf.name} for {_device_name(device)} ...")
     tokenizer, loaded = load(gguf, device, KERNEL)
     ids = texts.encode(tokenizer, texts.CALIBRATION_TEXT).to(device)
-    with _reference_attention(loaded):  # K and V are bf16 here
-        scales = calibrate_scales(loaded, ids, rotate)
+    scales = calibrate_scales(loaded, ids, rotate)
     return Session(tokenizer, loaded, scales, rotate)
 
 
@@ -118,8 +117,7 @@ def _measure_perplexity(session: Session, tokens: int) -> dict[str, Any]:
     ids = texts.encode(session.tokenizer, texts.docstring_text())
     ids = ids[:, :tokens].to(session.model.device)
     bf16_cache, fp8_cache = session.bf16_cache(), session.fp8_cache()
-    with _reference_attention(session.model):  # no kernel reads bf16 K and V
-        baseline = evaluate.token_losses(session.model, ids, bf16_cache, "perplexity, bf16 KV")
+    baseline = evaluate.token_losses(session.model, ids, bf16_cache, "perplexity, bf16 KV")
     losses = evaluate.token_losses(session.model, ids, fp8_cache, "perplexity, fp8 KV")
     change, error = evaluate.perplexity_change(losses, baseline)
     return {

@@ -11,7 +11,6 @@ was wrong or failed.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,19 +18,16 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
-from perf.bench_decode import check, with_kernels
+from perf.bench_decode import check, collect
 from perf.cases import DecodeCase
-from perf.command import begin, finish
+from perf.command import Keep, begin, finish, keeper
 from perf.inputs import InputSet, KVPool, make_input_sets
 from perf.providers import PROVIDERS, Provider
 from perf.rows import (
     OK,
     Machine,
     Measurement,
-    make_rows,
-    make_workload,
 )
 from perf.timing import (
     Call,
@@ -93,18 +89,20 @@ def measure(
     return results, method
 
 
-def run(cases: list[PrefillCase], machine: Machine, rounds: int) -> list[dict[str, Any]]:
+def run(
+    cases: list[PrefillCase], machine: Machine, rounds: int, keep: Keep
+) -> list[dict[str, Any]]:
     """Rows of all cases and contenders."""
-    measured, rows = [], []
     ceilings = device_ceilings(ceiling_buffer(), median_us)
-    for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
-        measured.append((case, *measure(case, KVPool([case], "cuda"), rounds)))
-    for case, results, method in measured:
-        inputs = make_input_sets(case, KVPool([case], "cuda"), count=1)[0]
-        results = with_kernels(results, CONTENDERS, inputs)
-        workload = make_workload(case, machine, method)
-        rows += make_rows(case, results, workload, machine, ceilings)
-    return rows
+    return collect(
+        cases,
+        lambda case: KVPool([case], "cuda"),
+        lambda case, pool: measure(case, pool, rounds),
+        CONTENDERS,
+        machine,
+        ceilings,
+        keep,
+    )
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -130,7 +128,8 @@ def main(cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str
     ]
     if not chosen:
         raise click.UsageError(f"no case matches; known: {', '.join(c.name for c in CASES)}")
-    finish(run(chosen, begin("perf.bench_prefill", commit), rounds), json_path, print_table)
+    machine = begin("perf.bench_prefill", commit)
+    finish(run(chosen, machine, rounds, keeper(json_path)), json_path, print_table)
 
 
 if __name__ == "__main__":

@@ -165,9 +165,8 @@ KINDS = (
         about="Attention and store over all layers of a model on one device, per step of a fixed "
         "trace (`perf/trace.py`): sequences that decode, sequences that verify draft tokens, and "
         "chunks of prompts. Each kind of layer is timed alone and counted as often as it occurs. "
-        "A bf16 cache is read by the prefill kernel, which does not split keys: its times are what "
-        "this project has, not what a decode kernel for bf16 would take. `no kernel` holds for the "
-        "commit that was measured.",
+        "`no kernel` holds for the commit that was measured; which kernels serve a kind of layer "
+        "from which cache, `kvcache explain` says.",
         brief=serving_summary,
     ),
     Kind(name="load", title="Loading kernels from a bundle", read=_read_load, table=load_table),

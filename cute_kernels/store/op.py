@@ -136,7 +136,8 @@ class StoreLaunch:
         do not allow 16-byte loads or the caches overlap."""
         at_key, at_value = key.data_ptr(), value.data_ptr()
         at_key_cache, at_value_cache = key_cache.data_ptr(), value_cache.data_ptr()
-        if (at_key | at_value) & 15 or not self._are_apart(at_value_cache - at_key_cache):
+        offset = at_value_cache - at_key_cache
+        if (at_key | at_value) & 15 or (offset not in self.apart and not self._are_apart(offset)):
             return False
         sides = (
             self.key.at(at_key, at_key_cache, k_scale),
@@ -146,8 +147,6 @@ class StoreLaunch:
         return True
 
     def _are_apart(self, offset: int) -> bool:
-        if offset in self.apart:
-            return True
         if meet(offset, self.steps):
             return False
         self.apart.add(offset)  # a model has as many as layers
