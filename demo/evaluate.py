@@ -176,19 +176,17 @@ def perplexity_change(losses: torch.Tensor, baseline: torch.Tensor) -> tuple[flo
     return change, (1.0 + change) * difference.std().item() / math.sqrt(len(difference))
 
 
-def leading_equal(ids: list[int], others: list[int]) -> int:
-    """How many tokens two texts begin with in common."""
-    pairs = zip(ids, others, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(others)))
-
-
 def compare(run: Generation, reference: Generation) -> Comparison:
     """How far two greedy runs from one prompt agree.
 
     `logit_gap`: at the first step where they differ, the reference's logit of its own choice less
     its logit of the other run's choice; None where nothing differs. Near 0 it was a tie.
     """
-    equal = leading_equal(run.ids, reference.ids)
+    equal = 0
+    for ours, theirs in zip(run.ids, reference.ids, strict=False):
+        if ours != theirs:
+            break
+        equal += 1
     identical = run.ids == reference.ids
     shared = min(equal + 1, len(run.ids), len(reference.ids))
     difference = max(

@@ -213,21 +213,18 @@ def test_greedy_text_through_the_kernels_is_the_references(on_gpu, dtype):
     calibration = texts.encode(tokenizer, texts.CALIBRATION_TEXT).cuda()
     scales = calibrate_scales(model, calibration, rotate, dtype)
     ids = texts.encode_prompt(tokenizer, MODELS[name].prompt).cuda()
-    caches = [PagedKVCache(model.config, dtype, scales, rotate_keys=rotate) for _ in range(3)]
+    caches = [PagedKVCache(model.config, dtype, scales, rotate_keys=rotate) for _ in range(2)]
     found = evaluate.choices_from_one_cache(
         model, ("checked", "cute_kv_reference"), ids, caches[0], STEPS_COMPARED
     )
-    apart = evaluate.generate(model, ids, caches[1], STEPS_COMPARED)
     model.set_attn_implementation("cute_kv")
     written = model.generate(
-        ids, **{cache_keyword(model): caches[2]}, max_new_tokens=STEPS_COMPARED, do_sample=False
+        ids, **{cache_keyword(model): caches[1]}, max_new_tokens=STEPS_COMPARED, do_sample=False
     )[0, ids.shape[1] :].tolist()
-    alike = evaluate.leading_equal(written, apart.ids)
     print(
         f"{name} {dtype}: {found.equal} of {found.steps} choices from one cache equal, the first "
         f"{found.leading}; gap where they differ {found.widest_gap}; logits differ by up to "
-        f"{found.max_logit_difference:.2e}; attention by {checked.worst:.1e}. With a cache each "
-        f"{alike} of {len(written)} leading tokens are equal."
+        f"{found.max_logit_difference:.2e}; attention by {checked.worst:.1e}"
     )
     assert checked.worst < 3e-3
     assert found.steps == len(written) == STEPS_COMPARED
