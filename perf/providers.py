@@ -110,7 +110,6 @@ PROVIDERS = (
     ),
     Provider("triton_baseline", "triton", _bind_triton_baseline),
     Provider("flashinfer_xqa", "flashinfer", peers.flashinfer_xqa, max_relative_error=5e-2),
-    Provider("flashinfer_fa2", "flashinfer", peers.flashinfer_fa2),
     # Reads no quantized cache; asked for by name, as each case takes seconds to compile.
     Provider(
         "torch_flex_attention",
@@ -120,6 +119,7 @@ PROVIDERS = (
         on_request=True,
         kv_cache_dtypes=("bf16", "fp16"),
     ),
+    Provider("flashinfer_fa2", "flashinfer", peers.flashinfer_fa2),
     Provider("vllm_fa4", "vllm", _bind_vllm_fa4),
     Provider("vllm_triton", "vllm", peers.vllm_triton),
     Provider("torch_sdpa", "torch", peers.torch_sdpa, max_relative_error=6e-3, on_request=True),

@@ -8,13 +8,7 @@ import pytest
 
 from cute_kernels.attention.route_sm90 import Bounds, route
 from kvcache import selection
-from tests.kvcache.helpers import (
-    DECODE_SM90,
-    PREFILL_16_BITS,
-    PREFILL_SM90,
-    config,
-    pretend_kernels,
-)
+from tests.kvcache.helpers import PREFILL_16_BITS, PREFILL_SM90, config
 
 
 @pytest.mark.parametrize("head_size", (64, 128, 256, 512))
@@ -91,17 +85,6 @@ def test_decoding_without_split_keys_is_called_slow():
         assert selection.decode_caveat(asked) is None and slow not in selection.explain(asked)
     with pytest.raises(NotImplementedError, match="head size 96"):
         selection.decode_caveat(config(head_size=96))
-
-
-def test_prefill_without_a_kernel_for_it_is_called_slow(monkeypatch):
-    slow = "reads all keys again for every 64 query rows"
-    asked = config(head_size=128)
-    assert selection.prefill_caveat(asked) is None and slow not in selection.explain(asked)
-    pretend_kernels(monkeypatch, DECODE_SM90)
-    assert slow in selection.prefill_caveat(asked) and slow in selection.explain(asked)
-    assert selection.caveats(asked) == [selection.prefill_caveat(asked)]
-    with pytest.raises(NotImplementedError, match="head size 96"):
-        selection.prefill_caveat(config(head_size=96))
 
 
 def test_a_cache_of_16_bits_has_the_same_classes():
