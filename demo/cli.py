@@ -90,7 +90,8 @@ def _generate(session: Session, prompt: str, tokens: int, compare: bool) -> dict
     prompt_ids = texts.encode_prompt(tokenizer, prompt).to(model.device)
     if model.device.type == "cuda":  # compiles the kernels and warms torch up
         evaluate.generate(model, prompt_ids, session.fp8_cache(), 2, "warm up")
-    run = evaluate.generate(model, prompt_ids, session.fp8_cache(), tokens)
+    cache = session.fp8_cache()
+    run = evaluate.generate(model, prompt_ids, cache, tokens)
     steps = len(run.ids) - 1
     result = {
         "prompt": prompt,
@@ -105,9 +106,7 @@ def _generate(session: Session, prompt: str, tokens: int, compare: bool) -> dict
             reference = evaluate.generate(
                 model, prompt_ids, session.fp8_cache(), tokens, "generate, reference"
             )
-            choices = evaluate.choices_from_one_cache(
-                model, (KERNEL, REFERENCE), prompt_ids, session.fp8_cache(), tokens
-            )
+        choices = evaluate.choices_from_one_cache(model, REFERENCE, prompt_ids, run, cache)
         result["comparison"] = evaluate.compare(run, reference)._asdict()
         result["choices"] = choices._asdict()
     return result

@@ -31,9 +31,8 @@ class Choices(NamedTuple):
     steps: int
     equal: int
     leading: int  # steps before the first where they differ
-    widest_gap: float | None  # where they differ: the second one's logits of both choices
+    widest_gap: float | None  # where they differ: the other one's logits of both choices
     max_logit_difference: float
-    ids: list[int]  # the second one's choices
 
 
 class Comparison(NamedTuple):
@@ -122,46 +121,43 @@ def _stored_before(cache: PagedKVCache) -> Iterator[None]:
 @torch.inference_mode()
 def choices_from_one_cache(
     model: PreTrainedModel,
-    implementations: tuple[str, str],
+    implementation: str,
     prompt_ids: torch.Tensor,
+    run: Generation,
     cache: PagedKVCache,
-    max_tokens: int,
 ) -> Choices:
-    """Greedy choices of two attention implementations behind the same text, from the same bytes.
+    """What another attention implementation chooses at each step of a greedy run, from its bytes.
 
-    The first one's pass stores K and V; the second one's finds them stored, those of its own tokens
-    included. What is chosen second is what both read next. Where each stores its own, requantized
-    keys and values of later layers are compared with it: rounding turns a difference of 2e-4 in an
+    `cache` is the one that the run filled. The other implementation reads prompt and text in one
+    pass, each token with the K and V before it, and its own, as the run stored them. If every
+    choice is the run's, its text is the other's greedy text. With a cache each, requantized keys
+    and values of later layers are compared with it: rounding turns a difference of 2e-4 in an
     output into FP8 codes that differ by 6 %, and logits of SmolLM2 by up to 1, whichever the two
     functions are.
+
+    Raises:
+        ValueError: a sliding window has freed pages of the beginning.
     """
-    first, second = implementations
-    stop = model.generation_config.eos_token_id
-    stop = set(stop) if isinstance(stop, list) else {stop}
-    chunks = list(prompt_ids.split(CHUNK, dim=1))
-    ids: list[int] = []
-    equal, leading, widest, difference = 0, None, None, 0.0
-    with tqdm(total=max_tokens, desc="compare", unit="token", disable=None) as bar:
-        while len(ids) < max_tokens and not (ids and ids[-1] in stop):
-            for chunk in chunks:
-                model.set_attn_implementation(first)
-                tried = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
-                cache.crop(-chunk.shape[1])
-                model.set_attn_implementation(second)
-                with _stored_before(cache):
-                    logits = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
-            choice, chosen = int(tried.argmax()), int(logits.argmax())
-            difference = max(difference, (tried - logits).abs().max().item())
-            if choice == chosen:
-                equal += 1
-            else:
-                leading = len(ids) if leading is None else leading
-                widest = max(widest or 0.0, (logits[chosen] - logits[choice]).item())
-            ids.append(chosen)
-            bar.update()
-            chunks = [torch.tensor([[chosen]], device=prompt_ids.device)]
-    steps = len(ids)
-    return Choices(steps, equal, steps if leading is None else leading, widest, difference, ids)
+    read = torch.tensor([run.ids[:-1]], dtype=prompt_ids.dtype, device=prompt_ids.device)
+    ids = torch.cat([prompt_ids, read], dim=1)
+    own = model.config._attn_implementation
+    cache.crop(-ids.shape[1])
+    model.set_attn_implementation(implementation)
+    try:
+        with _stored_before(cache):
+            logits = forward(model, ids, cache, logits_to_keep=len(run.ids)).logits[0].float()
+    finally:
+        model.set_attn_implementation(own)
+    tried, chosen = torch.tensor(run.ids, device=ids.device), logits.argmax(-1)
+    gaps = (logits.gather(1, chosen[:, None]) - logits.gather(1, tried[:, None])).flatten()
+    same = tried == chosen
+    return Choices(
+        steps=len(same),
+        equal=int(same.sum()),
+        leading=int(same.long().cumprod(0).sum()),
+        widest_gap=None if same.all() else gaps[~same].max().item(),
+        max_logit_difference=(torch.stack(run.logits) - logits).abs().max().item(),
+    )
 
 
 def perplexity(losses: torch.Tensor) -> float:

@@ -5,6 +5,7 @@ queries visits, and which of them it sees whole, stands in a `BlockMask`. Pages 
 part are masked element by element. Made when bound, as a serving engine makes it once a step for
 all layers. A quantized cache cannot be read so: there is no scale a page or head to apply.
 
+Tested uncompiled, on a CPU; compiled on a GPU it has not been run yet, nor has its time a row.
 The copy of the result into `inputs.out` is in the time; it moves what the kernel writes.
 """
 

@@ -72,7 +72,6 @@ class Measurement:
 
 
 SDPA = tuple(f"--providers={name}" for name in ("cute_kernels", "torch_sdpa", "triton_baseline"))
-FLEX = tuple(f"--providers={name}" for name in ("cute_kernels", "torch_flex_attention"))
 MEASUREMENTS = (
     Measurement("decode", "perf.bench_decode", 600, ("--all",)),
     Measurement("prefill", "perf.bench_prefill", 300),
@@ -96,15 +95,6 @@ MEASUREMENTS = (
         ),
         suffix="sdpa",
     ),
-    # What torch has without a kernel of its own for such caches: it reads 16 bits.
-    Measurement(
-        "decode",
-        "perf.bench_decode",
-        600,
-        ("--cases", "bf16", "--rounds", "10", *FLEX),
-        suffix="flex",
-    ),
-    Measurement("prefill", "perf.bench_prefill", 300, ("--cases", "bf16", *FLEX), suffix="flex"),
     *(
         Measurement(
             "demo",
