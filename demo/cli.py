@@ -80,8 +80,7 @@ def _load(model: str, model_dir: Path | None, device: torch.device, rotate: bool
     click.echo(f"loading {gguf.name} for {_device_name(device)} ...")
     tokenizer, loaded = load(gguf, device, KERNEL)
     ids = texts.encode(tokenizer, texts.CALIBRATION_TEXT).to(device)
-    with _reference_attention(loaded):  # K and V are bf16 here
-        scales = calibrate_scales(loaded, ids, rotate)
+    scales = calibrate_scales(loaded, ids, rotate)
     return Session(tokenizer, loaded, scales, rotate)
 
 
@@ -91,7 +90,8 @@ def _generate(session: Session, prompt: str, tokens: int, compare: bool) -> dict
     prompt_ids = texts.encode_prompt(tokenizer, prompt).to(model.device)
     if model.device.type == "cuda":  # compiles the kernels and warms torch up
         evaluate.generate(model, prompt_ids, session.fp8_cache(), 2, "warm up")
-    run = evaluate.generate(model, prompt_ids, session.fp8_cache(), tokens)
+    cache = session.fp8_cache()
+    run = evaluate.generate(model, prompt_ids, cache, tokens)
     steps = len(run.ids) - 1
     result = {
         "prompt": prompt,
@@ -106,9 +106,7 @@ def _generate(session: Session, prompt: str, tokens: int, compare: bool) -> dict
             reference = evaluate.generate(
                 model, prompt_ids, session.fp8_cache(), tokens, "generate, reference"
             )
-            choices = evaluate.choices_from_one_cache(
-                model, (KERNEL, REFERENCE), prompt_ids, session.fp8_cache(), tokens
-            )
+        choices = evaluate.choices_from_one_cache(model, REFERENCE, prompt_ids, run, cache)
         result["comparison"] = evaluate.compare(run, reference)._asdict()
         result["choices"] = choices._asdict()
     return result
@@ -118,8 +116,7 @@ def _measure_perplexity(session: Session, tokens: int) -> dict[str, Any]:
     ids = texts.encode(session.tokenizer, texts.docstring_text())
     ids = ids[:, :tokens].to(session.model.device)
     bf16_cache, fp8_cache = session.bf16_cache(), session.fp8_cache()
-    with _reference_attention(session.model):  # no kernel reads bf16 K and V
-        baseline = evaluate.token_losses(session.model, ids, bf16_cache, "perplexity, bf16 KV")
+    baseline = evaluate.token_losses(session.model, ids, bf16_cache, "perplexity, bf16 KV")
     losses = evaluate.token_losses(session.model, ids, fp8_cache, "perplexity, fp8 KV")
     change, error = evaluate.perplexity_change(losses, baseline)
     return {

@@ -14,11 +14,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvcache.integrations.transformers import forward
+from kvcache.integrations.transformers import PagedKVCache, forward
 
-# Query rows (GQA group x query tokens) that the decode kernel packs into one tile.
-PACKED_ROWS = 64
-CPU_CHUNK = 256
+CHUNK = 256  # query tokens of a forward pass
 
 
 class Generation(NamedTuple):
@@ -32,7 +30,8 @@ class Choices(NamedTuple):
 
     steps: int
     equal: int
-    widest_gap: float | None  # where they differ: the reference's logits of both choices
+    leading: int  # steps before the first where they differ
+    widest_gap: float | None  # where they differ: the other one's logits of both choices
     max_logit_difference: float
 
 
@@ -58,15 +57,6 @@ def noting_fallbacks(notes: set[str]) -> Iterator[None]:
             )
 
 
-def chunk_tokens(model: PreTrainedModel) -> int:
-    """Query tokens per forward pass: on a GPU as many as one tile of the decode kernel packs, so
-    that prefill runs through that kernel, too."""
-    if model.device.type == "cpu":
-        return CPU_CHUNK
-    config = model.config.get_text_config(decoder=True)
-    return max(1, PACKED_ROWS * config.num_key_value_heads // config.num_attention_heads)
-
-
 @torch.inference_mode()
 def generate(
     model: PreTrainedModel,
@@ -78,7 +68,7 @@ def generate(
     """Up to `max_tokens` tokens behind `prompt_ids` (1, L), the likeliest one at each step."""
     stop = model.generation_config.eos_token_id
     stop = set(stop) if isinstance(stop, list) else {stop}
-    for chunk in prompt_ids.split(chunk_tokens(model), dim=1):
+    for chunk in prompt_ids.split(CHUNK, dim=1):
         last = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
     # Reading a token id waits for the device, so the clock sees finished steps.
     ids, logits = [int(last.argmax())], [last]
@@ -106,7 +96,7 @@ def token_losses(
         raise ValueError(f"ids: got shape {tuple(ids.shape)}; accepted: (1, L) with L >= 2")
     losses, start = [], 0
     with tqdm(total=ids.shape[1], desc=label, unit="token", disable=None) as bar:
-        for chunk in ids.split(chunk_tokens(model), dim=1):
+        for chunk in ids.split(CHUNK, dim=1):
             targets = ids[0, start + 1 : start + 1 + chunk.shape[1]]
             logits = forward(model, chunk, cache).logits[0, : len(targets)].float()
             loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
@@ -116,46 +106,58 @@ def token_losses(
     return torch.cat(losses)
 
 
+@contextlib.contextmanager
+def _stored_before(cache: PagedKVCache) -> Iterator[None]:
+    """Forward passes find the K and V of their own tokens in the pages, too, and store none."""
+    for layer in cache.layers:
+        layer.pages.write = lambda *args: None
+    try:
+        yield
+    finally:
+        for layer in cache.layers:
+            del layer.pages.write
+
+
 @torch.inference_mode()
 def choices_from_one_cache(
     model: PreTrainedModel,
-    implementations: tuple[str, str],
+    implementation: str,
     prompt_ids: torch.Tensor,
-    cache: Cache,
-    max_tokens: int,
+    run: Generation,
+    cache: PagedKVCache,
 ) -> Choices:
-    """Greedy choices of the first attention implementation at each step of the second one's text.
+    """What another attention implementation chooses at each step of a greedy run, from its bytes.
 
-    Before each step both find the same cache, which the second one filled. Two runs with a cache
-    each also compare the caches: rounding to FP8 turns a difference of 2e-4 in an output into
-    codes that differ by 6 %, and logits of SmolLM2 by 1, whichever the two functions are.
+    `cache` is the one that the run filled. The other implementation reads prompt and text in one
+    pass, each token with the K and V before it, and its own, as the run stored them. If every
+    choice is the run's, its text is the other's greedy text. With a cache each, requantized keys
+    and values of later layers are compared with it: rounding turns a difference of 2e-4 in an
+    output into FP8 codes that differ by 6 %, and logits of SmolLM2 by up to 1, whichever the two
+    functions are.
+
+    Raises:
+        ValueError: a sliding window has freed pages of the beginning.
     """
-    stop = model.generation_config.eos_token_id
-    stop = set(stop) if isinstance(stop, list) else {stop}
-    chunks = list(prompt_ids.split(chunk_tokens(model), dim=1))
-    steps = equal = 0
-    widest, difference = None, 0.0
-    with tqdm(total=max_tokens, desc="compare", unit="token", disable=None) as bar:
-        while steps < max_tokens:
-            for chunk in chunks:
-                model.set_attn_implementation(implementations[0])
-                tried = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
-                for layer in cache.layers:
-                    layer.crop(-chunk.shape[1])
-                model.set_attn_implementation(implementations[1])
-                logits = forward(model, chunk, cache, logits_to_keep=1).logits[0, -1].float()
-            choice, chosen = int(tried.argmax()), int(logits.argmax())
-            difference = max(difference, (tried - logits).abs().max().item())
-            steps += 1
-            bar.update()
-            if choice == chosen:
-                equal += 1
-            else:
-                widest = max(widest or 0.0, (logits[chosen] - logits[choice]).item())
-            if chosen in stop:
-                break
-            chunks = [torch.tensor([[chosen]], device=prompt_ids.device)]
-    return Choices(steps, equal, widest, difference)
+    read = torch.tensor([run.ids[:-1]], dtype=prompt_ids.dtype, device=prompt_ids.device)
+    ids = torch.cat([prompt_ids, read], dim=1)
+    own = model.config._attn_implementation
+    cache.crop(-ids.shape[1])
+    model.set_attn_implementation(implementation)
+    try:
+        with _stored_before(cache):
+            logits = forward(model, ids, cache, logits_to_keep=len(run.ids)).logits[0].float()
+    finally:
+        model.set_attn_implementation(own)
+    tried, chosen = torch.tensor(run.ids, device=ids.device), logits.argmax(-1)
+    gaps = (logits.gather(1, chosen[:, None]) - logits.gather(1, tried[:, None])).flatten()
+    same = tried == chosen
+    return Choices(
+        steps=len(same),
+        equal=int(same.sum()),
+        leading=int(same.long().cumprod(0).sum()),
+        widest_gap=None if same.all() else gaps[~same].max().item(),
+        max_logit_difference=(torch.stack(run.logits) - logits).abs().max().item(),
+    )
 
 
 def perplexity(losses: torch.Tensor) -> float:

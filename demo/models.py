@@ -5,10 +5,13 @@ Both come from packages on the Python index, so the demo needs no model hub and 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +86,23 @@ def _join_parts(model: DemoModel, cache_dir: Path) -> Path:
     return target
 
 
+@contextlib.contextmanager
+def _parsing_once() -> Iterator[None]:
+    """Tokenizer, config and weights of a GGUF file from one parse of its metadata.
+
+    transformers 5 parses it for each of them: for the 262,144 tokens of Gemma's vocabulary that is
+    most of the time of loading.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
+
+
 def load(
     gguf: Path, device: torch.device, attn_implementation: str
 ) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
@@ -96,8 +116,9 @@ def load(
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     where = {"gguf_file": gguf.name, "local_files_only": True}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **where)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, dtype=torch.float32, attn_implementation=attn_implementation, **where
-    )
+    with _parsing_once():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **where)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, attn_implementation=attn_implementation, **where
+        )
     return tokenizer, model.to(device).eval()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.checks import check_all, check_type
-from kvcache.dtypes import KV_CACHE_DTYPES, QuantMode
 from kvcache.scales import KVScales, check_has_scales
 from kvcache.writes import Transaction
 
@@ -144,8 +143,9 @@ def apply_kv_scales(layers: Mapping[str, Any], scales: Mapping[str, KVScales]) -
 
     Raises:
         ValueError: a name that only one of the two has, or a number of heads that is not the
-            layer's `num_kv_heads`, or scales for another storage format than that of the layer's
-            `kv_cache_dtype`, where it has one that takes scales; no layer is changed then.
+            layer's `num_kv_heads`; a layer whose `kv_cache_dtype` is not known here or takes no
+            scales (where it has that attribute), or is of another storage format than the scales
+            are for. No layer is changed then.
     """
     check_type("layers", layers, Mapping, "a mapping by layer name")
     check_type("scales", scales, Mapping, "a mapping by layer name")
@@ -157,9 +157,13 @@ def apply_kv_scales(layers: Mapping[str, Any], scales: Mapping[str, KVScales]) -
             raise ValueError(f"{what}: has no {', '.join(missing)}")
     transaction = Transaction()
     for name, layer in layers.items():
-        dtype = KV_CACHE_DTYPES.get(getattr(layer, "kv_cache_dtype", None))
-        if dtype is not None and dtype.quant_mode is not QuantMode.NONE:
-            scales[name].check_dtype(dtype.name, name)
+        dtype = getattr(layer, "kv_cache_dtype", None)
+        if dtype is not None:
+            try:
+                check_has_scales(dtype)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            scales[name].check_dtype(dtype, name)
         for side, tensor in zip(_SIDES, scales[name].tensors(), strict=True):
             heads = getattr(layer, "num_kv_heads", None)
             if tensor.dim() and heads not in (None, len(tensor)):

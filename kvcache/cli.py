@@ -19,7 +19,7 @@ from kvcache.cli_kernels import cache_group, warmup_command
 from kvcache.config import capability_of
 from kvcache.hybrid import LayerGroup, plan_pages
 from kvcache.models import LayerKind, layer_kinds
-from kvcache.selection import can_run, decode_caveat, explain, select_kernel, select_kernels
+from kvcache.selection import caveats, explain, select_kernel, select_kernels
 
 
 @click.group()
@@ -62,26 +62,20 @@ def explain_command(
         kinds = layer_kinds(read_model(model), kv_cache_dtype, arch, text_only=text_only)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"{model}: {error}") from error
-    reasons = [_reason(kind) for kind in kinds]
+    reasons = [kind.why_unserved() for kind in kinds]
     screen = console()
     _print_whole(screen, _table(kinds, reasons))
     for kind, reason in zip(kinds, reasons, strict=True):
         if verbose and kind.config is not None:
             screen.print(Text(f"{kind.name}: {explain(kind.config)}"))
-        elif reason is not None:
+        if reason is not None and (kind.images or not verbose):
             screen.print(Text(f"{kind.name}: {reason}"))
-        elif kind.config is not None and (caveat := decode_caveat(kind.config)):
-            screen.print(Text(f"{kind.name}: {caveat}"))
+        elif reason is None and kind.config is not None and not verbose:
+            for caveat in caveats(kind.config):
+                screen.print(Text(f"{kind.name}: {caveat}"))
     if any(reason is not None for reason in reasons):
         raise SystemExit(1)
     _print_plan(screen, kinds)
-
-
-def _reason(kind: LayerKind) -> str | None:
-    """Why these layers are not served, or None: also for layers that need no serving."""
-    if kind.config is not None:
-        return can_run(kind.config)
-    return kind.note if kind.has_kv_cache else None
 
 
 def _table(kinds: Sequence[LayerKind], reasons: Sequence[str | None]) -> Table:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcache.checks import check_type
 from kvcache.config import AttentionConfig
+from kvcache.selection import can_run
 
 # Facts about architectures that their files do not state.
 _MODELS_WITH_SINKS = {"gpt_oss"}
@@ -52,7 +53,8 @@ class LayerKind:
 
     name: the file's word for the type. layers: their indices.
     config: what they need; None where no KV cache is kept, or where `note` says that this type is
-    not known here. shared: how many of the layers read another layer's cache.
+    not known here. shared: how many of the layers read another layer's cache. images: the tokens of
+    an image see each other, which they need only if images are sent.
     """
 
     name: str
@@ -60,10 +62,25 @@ class LayerKind:
     config: AttentionConfig | None
     shared: int = 0
     note: str = ""
+    images: bool = False
 
     @property
     def has_kv_cache(self) -> bool:
         return self.name not in _WITHOUT_KV_CACHE
+
+    def why_unserved(self, config: AttentionConfig | None = None) -> str | None:
+        """Why no kernel serves these layers, or None: also for layers that need none.
+
+        Args:
+            config: in the place of their own, such as one device's share of it.
+        """
+        config = config or self.config
+        if config is None:
+            return self.note if self.has_kv_cache else None
+        reason = can_run(config)
+        if self.images and can_run(replace(config, bidirectional_spans=False)) is None:
+            return f"{reason}; served without images: --text-only, or text_only=True"
+        return reason
 
 
 def layer_kinds(
@@ -90,13 +107,16 @@ def layer_kinds(
     text = {**model, **inner}
     types = _layer_types(text)
     shared_from = len(types) - _optional(text, "num_kv_shared_layers", 0, len(types))
-    base = _full_attention(model, text, kv_cache_dtype, capability, text_only)
+    base = _full_attention(text, kv_cache_dtype, capability)
+    images = not (text_only or base.bidirectional_spans) and _sees_images_both_ways(model, text)
+    base = replace(base, bidirectional_spans=base.bidirectional_spans or images)
     kinds = []
     for name in dict.fromkeys(types):
         layers = tuple(index for index, kind in enumerate(types) if kind == name)
         shared = sum(index >= shared_from for index in layers)
         if name in _ATTENTION:
-            kinds.append(LayerKind(name, layers, _of_type(name, base, text), shared))
+            config = _of_type(name, base, text)
+            kinds.append(LayerKind(name, layers, config, shared, images=images))
         elif name in _WITHOUT_KV_CACHE:
             kinds.append(LayerKind(name, layers, None, note="keeps no keys and values"))
         else:
@@ -107,11 +127,7 @@ def layer_kinds(
 
 
 def _full_attention(
-    model: Mapping[str, Any],
-    text: Mapping[str, Any],
-    kv_cache_dtype: str,
-    capability: tuple[int, int] | str,
-    text_only: bool,
+    text: Mapping[str, Any], kv_cache_dtype: str, capability: tuple[int, int] | str
 ) -> AttentionConfig:
     heads = _field(text, "num_attention_heads")
     mla = text.get("kv_lora_rank") is not None
@@ -122,10 +138,6 @@ def _full_attention(
         head_size = _field(text, "kv_lora_rank") + _field(text, "qk_rope_head_dim")
     elif _optional(text, "v_head_dim", head_size) != head_size:
         raise ValueError(f"v_head_dim: got {text['v_head_dim']}; accepted: head_dim, {head_size}")
-    bidirectional = text.get("use_bidirectional_attention")
-    images = bidirectional == "vision" or (
-        model.get("model_type") in _MODELS_WITH_BIDIRECTIONAL_IMAGES and "vision_config" in model
-    )
     dtype = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
     return AttentionConfig(
         head_size=head_size,
@@ -138,7 +150,13 @@ def _full_attention(
         softcap=bool(text.get("attn_logit_softcapping")),
         sinks=text.get("model_type") in _MODELS_WITH_SINKS,
         mla=mla,
-        bidirectional_spans=bidirectional in ("all", True) or (images and not text_only),
+        bidirectional_spans=text.get("use_bidirectional_attention") in ("all", True),
+    )
+
+
+def _sees_images_both_ways(model: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    return text.get("use_bidirectional_attention") == "vision" or (
+        model.get("model_type") in _MODELS_WITH_BIDIRECTIONAL_IMAGES and "vision_config" in model
     )
 
 

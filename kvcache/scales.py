@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -313,10 +313,16 @@ def _as_tuple(name: str, values: Any) -> tuple[float, ...]:
         values = values.detach().reshape(-1).tolist()
     elif not isinstance(values, Iterable) or getattr(values, "ndim", None) == 0:
         values = (values,)
+    # Bytes are numbers in order, keys of a mapping and members of a set are in none of the heads';
+    # text may be a number, and True counts as one. Rows of an array are no numbers.
+    unordered = isinstance(values, (bytes, bytearray, memoryview, Mapping, Set))
     values = list(values)
-    # Text is iterable, and some of it is a number; rows of an array are not.
-    if any(
-        isinstance(x, str) or getattr(x, "ndim", 0) or not hasattr(x, "__float__") for x in values
+    if unordered or any(
+        isinstance(x, (str, bool))
+        or getattr(x, "ndim", 0)
+        or str(getattr(x, "dtype", "")) in ("bool", "torch.bool")
+        or not hasattr(x, "__float__")
+        for x in values
     ):
         raise TypeError(
             f"{name}: got {described(given)}; accepted: a number, or numbers, one per KV head"

@@ -94,6 +94,31 @@ def decode_caveat(config: AttentionConfig) -> str | None:
     )
 
 
+def prefill_caveat(config: AttentionConfig) -> str | None:
+    """What to know before prefilling where only kernels for few query rows read the cache, or None.
+
+    Raises:
+        NotImplementedError: no kernel serves this configuration.
+    """
+    kernels = select_kernels(config)
+    if any("split_keys" not in kernel.features for kernel in kernels):
+        return None
+    rows = kernels[-1].max_packed_rows(config.head_size)
+    return (
+        f"{kernels[-1].name} reads all keys again for every {rows} query rows (GQA group x query "
+        "tokens): long prefill is right, but slow"
+    )
+
+
+def caveats(config: AttentionConfig) -> list[str]:
+    """What to know about a configuration that is served.
+
+    Raises:
+        NotImplementedError: no kernel serves it.
+    """
+    return [text for text in (decode_caveat(config), prefill_caveat(config)) if text]
+
+
 def nearest_kv_cache_dtype(config: AttentionConfig) -> str | None:
     """The other dtype, closest in bits per element, that works with this configuration, or None.
 
@@ -204,7 +229,7 @@ def explain(config: AttentionConfig) -> str:
     verb = "write" if len(names) > 1 else "writes"
     lines.append(f"  {' and '.join(names) or 'nothing here'} {verb} it")
     if reason is None:
-        lines += [f"  {line}" for line in (_shares(config), decode_caveat(config)) if line]
+        lines += [f"  {line}" for line in (_shares(config), *caveats(config))]
     lines.append("  served" if reason is None else f"  not served: {reason}")
     return "\n".join(lines)
 

@@ -21,7 +21,6 @@ from kvcache.blocks import get_preferred_block_size_for_config
 from kvcache.config import AttentionConfig, capability_of
 from kvcache.dtypes import query_dtype_name
 from kvcache.models import LayerKind, layer_kinds
-from kvcache.selection import can_run
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _workloads(
                 yield kind, None, kind.note
             continue
         config = on_one_device(kind.config, tp_size)
-        refusals = [can_run(replace(config, page_size=size)) for size in pages or (None,)]
+        refusals = [kind.why_unserved(replace(config, page_size=size)) for size in pages or (None,)]
         refusal = "; ".join(dict.fromkeys(filter(None, refusals)))
         if refusal:
             yield kind, None, refusal

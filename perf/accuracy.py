@@ -42,9 +42,9 @@ from demo.models import MODELS, find_gguf, load
 from kvcache.integrations.transformers import register
 from perf import accuracy_decoders, accuracy_embeddings
 from perf.accuracy_sections import COLUMNS, accuracy_lines
-from perf.perplexity import DTYPES
 from perf.rows import describe_machine
 
+DTYPES = ("fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
 NAMES = (*MODELS, accuracy_embeddings.NAME)
 EMBEDDED_TOKENS = 128  # of each text whose embedding is taken
 CHUNK = {"cpu": 128, "cuda": 512}
@@ -106,6 +106,7 @@ def measure_decoder(
     dtypes: Sequence[str],
     size: Size,
     rotate_keys: bool | None,
+    per_head: bool,
     device: torch.device,
 ) -> list[dict[str, Any]]:
     """Rows of one of the demo's models."""
@@ -118,7 +119,7 @@ def measure_decoder(
     first = tokenizer.bos_token_id if ids[0, 0] == tokenizer.bos_token_id else None
     read = decoder_text(ids, calibration, size, first)
     chunk = CHUNK[device.type]
-    rows = accuracy_decoders.measure(model, read, dtypes, rotate, chunk)
+    rows = accuracy_decoders.measure(model, read, dtypes, rotate, chunk, per_head=per_head)
     return [size._asdict() | about(read.windows, calibration) | row for row in rows]
 
 
@@ -188,6 +189,7 @@ def print_report(rows: list[dict[str, Any]]) -> None:
 @click.option("--new-tokens", type=click.IntRange(min=1), default=128)
 @click.option("--block", type=click.IntRange(min=1), default=128, help="Tokens, for the errors.")
 @click.option("--rotate-keys/--no-rotate-keys", default=None, help="Default: as in the demo.")
+@click.option("--per-head", is_flag=True, help="A scale per KV head, not per layer (decoders).")
 @click.option("--text", "text_path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--commit", help="What to record where there is no git repository.")
@@ -197,6 +199,7 @@ def main(
     dtypes: tuple[str, ...],
     device_name: str,
     rotate_keys: bool | None,
+    per_head: bool,
     text_path: Path | None,
     output: Path | None,
     commit: str | None,
@@ -215,7 +218,9 @@ def main(
             if name == accuracy_embeddings.NAME:
                 found = measure_encoder(model_dir, text, dtypes, size, device)
             else:
-                found = measure_decoder(name, model_dir, text, dtypes, size, rotate_keys, device)
+                found = measure_decoder(
+                    name, model_dir, text, dtypes, size, rotate_keys, per_head, device
+                )
         attention = attention_of(name, device, notes)
         rows += [{"model": name, "attention": attention} | machine | row for row in found]
         if output is not None:

@@ -138,10 +138,12 @@ def measure(
     dtypes: Sequence[str],
     rotate_keys: bool,
     chunk: int,
+    per_head: bool = False,
 ) -> list[dict[str, Any]]:
-    """One row for BASELINE and for each of `dtypes`, which have scales."""
+    """One row for BASELINE and for each of `dtypes`, which have scales: one a layer, or a head."""
     scales = {
-        dtype: calibrate_scales(model, text.calibration, rotate_keys, dtype) for dtype in dtypes
+        dtype: calibrate_scales(model, text.calibration, rotate_keys, dtype, per_head=per_head)
+        for dtype in dtypes
     }
     config = model.config.get_text_config(decoder=True)
     scores = score(model, text.windows, make_caches(model, scales, rotate_keys), chunk)
@@ -155,6 +157,7 @@ def measure(
         row = {
             "kv_cache_dtype": dtype,
             "rotate_keys": rotate_keys and dtype != BASELINE,
+            "per_head": per_head and dtype != BASELINE,
             "bytes_per_token_and_layer": bytes_per_token(
                 dtype, config.num_key_value_heads, config.head_dim
             ),

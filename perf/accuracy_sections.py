@@ -45,11 +45,12 @@ def accuracy_lines(rows: Sequence[Row]) -> list[list[str]]:
     for row in rows:
         perplexity, errors = row.get("perplexity"), row.get("layer_errors")
         greedy = figure(row.get("greedy"))
+        keys = (("rotate_keys", "rotated"), ("per_head", "scales per head"))
         lines.append(
             [
                 row["model"],
                 f"{row['tokens']:,}",
-                "rotated" if row["rotate_keys"] else "",
+                ", ".join(words for name, words in keys if row.get(name)),
                 f"`{row['kv_cache_dtype']}`",
                 str(row["bytes_per_token_and_layer"]),
                 "" if perplexity is None else f"{perplexity:.3f}",
@@ -98,5 +99,8 @@ def agreement(one: ResultFile, other: ResultFile) -> str:
 
 
 def _same_work(one: Row, other: Row) -> bool:
-    names = ("model", "kv_cache_dtype", "rotate_keys", "ids_sha256", "window_tokens")
-    return "perplexity" in one and all(one.get(name) == other.get(name) for name in names)
+    names = ("model", "kv_cache_dtype", "rotate_keys", "per_head", "ids_sha256", "window_tokens")
+    # Rows of before there was a choice lack per_head.
+    return "perplexity" in one and all(
+        (one.get(name) or None) == (other.get(name) or None) for name in names
+    )

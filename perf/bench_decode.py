@@ -12,7 +12,8 @@ exit status is 1 when a provider was wrong or failed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import click
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 from perf.baselines.loader import loader_calls
 from perf.cases import ALL_CASES, QUICK_CASES, DecodeCase, select_cases
-from perf.command import begin, finish
+from perf.command import Keep, begin, finish, keeper
 from perf.inputs import ROTATED_BYTES, InputSet, KVPool, make_input_sets
 from perf.providers import Provider, select_providers
 from perf.report import print_report
@@ -43,6 +44,7 @@ from perf.timing import (
 from perf.traffic import device_ceilings
 from perf.verify import verify
 
+FALLBACK = "the slow torch reference: "  # what our function warns with
 # The check draws other queries, scales and page orders than the timed calls.
 CHECK_SEED_OFFSET = 1_000_003
 
@@ -57,7 +59,13 @@ def check(case: DecodeCase, providers: list[Provider], pool: KVPool) -> dict[str
             results[provider.name] = Measurement(reason)
             continue
         try:
-            verdict = verify(provider, inputs)
+            with warnings.catch_warnings():
+                # On a GPU the torch reference would serve, slowly, what no kernel does.
+                warnings.filterwarnings("error", message=f".*{FALLBACK}")
+                verdict = verify(provider, inputs)
+        except UserWarning as fallback:
+            results[provider.name] = Measurement(f"no kernel: {str(fallback).split(FALLBACK)[1]}")
+            continue
         except Exception as error:  # whatever a provider throws, the others still get their turn
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             results[provider.name] = Measurement(f"failed: {text}")
@@ -108,24 +116,49 @@ def with_kernels(
     return found
 
 
+def collect(
+    cases: Sequence[DecodeCase],
+    pool_of: Callable[[DecodeCase], KVPool],
+    measure_case: Callable[[DecodeCase, KVPool], tuple[dict[str, Measurement], dict[str, object]]],
+    providers: Sequence[Provider],
+    machine: Machine,
+    ceilings: dict[str, float],
+    keep: Keep,
+) -> list[dict[str, object]]:
+    """Rows of all cases and providers; `keep` gets those so far, without kernels, after each."""
+    measured, rows = [], []
+    for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
+        results, method = measure_case(case, pool_of(case))
+        measured.append((case, results, make_workload(case, machine, method)))
+        rows += make_rows(*measured[-1], machine, ceilings)
+        keep(rows)
+    rows = []
+    for case, results, workload in measured:
+        inputs = make_input_sets(case, pool_of(case), count=1)[0]
+        results = with_kernels(results, providers, inputs)
+        rows += make_rows(case, results, workload, machine, ceilings)
+    return rows
+
+
 def run(
     cases: list[DecodeCase],
     providers: list[Provider],
     machine: Machine,
     rounds: int,
+    keep: Keep,
 ) -> list[dict[str, object]]:
     """Rows of all cases and providers."""
     pool = KVPool(cases, "cuda")
     ceilings = device_ceilings(pool.k, median_us)
-    measured = []
-    for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
-        measured.append((case, *measure(case, providers, pool, rounds)))
-    rows = []
-    for case, results, method in measured:
-        results = with_kernels(results, providers, make_input_sets(case, pool, count=1)[0])
-        workload = make_workload(case, machine, method)
-        rows += make_rows(case, results, workload, machine, ceilings)
-    return rows
+    return collect(
+        cases,
+        lambda case: pool,
+        lambda case, pool: measure(case, providers, pool, rounds),
+        providers,
+        machine,
+        ceilings,
+        keep,
+    )
 
 
 @click.command(help="Time decode attention over a paged KV cache: ours, Triton, peers.")
@@ -164,7 +197,8 @@ def main(
             click.echo(case.name)
         return
     machine = begin("perf.bench_decode", commit)
-    rows = run(chosen, contenders, machine, min(rounds, 5) if quick else rounds)
+    rounds = min(rounds, 5) if quick else rounds
+    rows = run(chosen, contenders, machine, rounds, keeper(json_path))
     if png_path:
         from perf.report import plot_bandwidth
 

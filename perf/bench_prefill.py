@@ -11,27 +11,24 @@ was wrong or failed.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
-from perf.bench_decode import check, with_kernels
+from perf.bench_decode import check, collect
 from perf.cases import DecodeCase
-from perf.command import begin, finish
+from perf.command import Keep, begin, finish, keeper
 from perf.inputs import InputSet, KVPool, make_input_sets
 from perf.providers import PROVIDERS, Provider
 from perf.rows import (
     OK,
     Machine,
     Measurement,
-    make_rows,
-    make_workload,
 )
 from perf.timing import (
     Call,
@@ -67,22 +64,30 @@ CASES = (
 )
 
 
+# From a cache in the queries' dtype: what quantizing costs, or is worth.
+BF16_CASES = tuple(
+    replace(case, kv_cache_dtype="bf16") for case in CASES if case.kv_cache_dtype == "fp8_e4m3"
+)
+ALL_CASES = CASES + BF16_CASES
+
+
 def _bind_triton(inputs: InputSet) -> Call:
     from perf.baselines.triton_prefill import run
 
     return partial(run, inputs)
 
 
-CONTENDERS = (PROVIDERS[0], Provider("triton_baseline", "triton", _bind_triton))
+FLEX = next(provider for provider in PROVIDERS if provider.name == "torch_flex_attention")
+CONTENDERS = (PROVIDERS[0], Provider("triton_baseline", "triton", _bind_triton), FLEX)
 
 
 def measure(
-    case: PrefillCase, pool: KVPool, rounds: int
+    case: PrefillCase, contenders: Sequence[Provider], pool: KVPool, rounds: int
 ) -> tuple[dict[str, Measurement], dict[str, object]]:
     """Check, then time, every contender on one case; with the timing part of the workload."""
-    results = check(case, list(CONTENDERS), pool)
+    results = check(case, list(contenders), pool)
     sets = make_input_sets(case, pool, count=INPUT_SETS)
-    right = [p for p in CONTENDERS if results[p.name].status == OK]
+    right = [p for p in contenders if results[p.name].status == OK]
     if right:
         contenders = [Contender(p.name, tuple(p.bind(inputs) for inputs in sets)) for p in right]
         for provider, timing in zip(right, time_rotating(contenders, rounds), strict=True):
@@ -96,22 +101,28 @@ def measure(
     return results, method
 
 
-def run(cases: list[PrefillCase], machine: Machine, rounds: int) -> list[dict[str, Any]]:
+def run(
+    cases: list[PrefillCase],
+    contenders: Sequence[Provider],
+    machine: Machine,
+    rounds: int,
+    keep: Keep,
+) -> list[dict[str, Any]]:
     """Rows of all cases and contenders."""
-    measured, rows = [], []
     ceilings = device_ceilings(ceiling_buffer(), median_us)
-    for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
-        measured.append((case, *measure(case, KVPool([case], "cuda"), rounds)))
-    for case, results, method in measured:
-        inputs = make_input_sets(case, KVPool([case], "cuda"), count=1)[0]
-        results = with_kernels(results, CONTENDERS, inputs)
-        workload = make_workload(case, machine, method)
-        rows += make_rows(case, results, workload, machine, ceilings)
-    return rows
+    return collect(
+        cases,
+        lambda case: KVPool([case], "cuda"),
+        lambda case, pool: measure(case, contenders, pool, rounds),
+        contenders,
+        machine,
+        ceilings,
+        keep,
+    )
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    work = {case.name: flops(case) for case in CASES}
+    work = {case.name: flops(case) for case in ALL_CASES}
     table = Table("case", "provider", "us", "TFLOP/s", "error", "status")
     for row in rows:
         median = row["median_us"]
@@ -123,17 +134,34 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 @click.command(help="Time prefill attention over a paged FP8 or NVFP4 KV cache: ours and Triton.")
 @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
+@click.option(
+    "--providers",
+    multiple=True,
+    type=click.Choice([each.name for each in CONTENDERS]),
+    default=[each.name for each in CONTENDERS if not each.on_request],
+    help="only these; may be repeated",
+)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1))
 @click.option("--commit", help="what to record where there is no git repository")
-def main(cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str | None) -> None:
+def main(
+    cases: tuple[str, ...],
+    providers: tuple[str, ...],
+    json_path: str | None,
+    rounds: int,
+    commit: str | None,
+) -> None:
     wanted = [text.lower() for text in cases]
     chosen = [
-        case for case in CASES if not wanted or any(text in case.name.lower() for text in wanted)
+        case
+        for case in ALL_CASES
+        if not wanted or any(text in case.name.lower() for text in wanted)
     ]
     if not chosen:
-        raise click.UsageError(f"no case matches; known: {', '.join(c.name for c in CASES)}")
-    finish(run(chosen, begin("perf.bench_prefill", commit), rounds), json_path, print_table)
+        raise click.UsageError(f"no case matches; known: {', '.join(c.name for c in ALL_CASES)}")
+    machine = begin("perf.bench_prefill", commit)
+    contenders = [each for each in CONTENDERS if each.name in providers]
+    finish(run(chosen, contenders, machine, rounds, keeper(json_path)), json_path, print_table)
 
 
 if __name__ == "__main__":

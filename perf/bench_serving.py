@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from cute_kernels.reference.attention import attention_reference
 from cute_kernels.reference.store import reshape_and_cache as store_reference
 from kvcache import can_run
 from perf import trace
-from perf.command import begin, finish
+from perf.command import Keep, begin, finish, keeper
 from perf.inputs import ROTATED_BYTES
 from perf.providers import varlen_arguments
 from perf.rows import (
@@ -41,7 +41,6 @@ from perf.rows import (
     Measurement,
     make_row,
     make_workload,
-    write_rows,
 )
 from perf.serving_inputs import (
     PAGE,
@@ -255,7 +254,7 @@ def run(
     cells: list[tuple[str, int, str]],
     machine: Machine,
     options: Options,
-    keep: Callable[[list[dict[str, Any]]], None],
+    keep: Keep,
 ) -> list[dict[str, Any]]:
     """Rows of all (model, tensor-parallel size, KV cache dtype), kinds of steps, and parts.
 
@@ -326,12 +325,7 @@ def main(
     machine = begin("perf.bench_serving", commit)
     cells = [(m, tp, dtype) for tp in tp_sizes for m in models for dtype in dtypes]
     options = Options(TraceSpec(), steps, kv_gib, rounds)
-
-    def keep(rows: list[dict[str, Any]]) -> None:
-        if json_path:
-            write_rows(json_path, rows)
-
-    finish(run(cells, machine, options, keep), json_path, print_report)
+    finish(run(cells, machine, options, keeper(json_path)), json_path, print_report)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,26 @@ def begin(module: str, commit: str | None) -> Machine:
     return describe_machine(shlex.join(["python", "-m", module, *sys.argv[1:]]), commit)
 
 
+Keep = Callable[[list[dict[str, Any]]], None]
+
+
+def keeper(json_path: str | None) -> Keep:
+    """Writes the rows so far, for runs that may be cut off; nothing without a path."""
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if json_path:
+            write_rows(json_path, rows)
+
+    return keep
+
+
 def finish(
     rows: list[dict[str, Any]],
     json_path: str | None,
     show: Callable[[list[dict[str, Any]]], None],
 ) -> None:
     """Keep and show the rows; exit status 1 where a result was wrong or failed."""
-    if json_path:
-        write_rows(json_path, rows)
+    keeper(json_path)(rows)
     show(rows)
     if any("wrong" in row["status"] or row["status"].startswith("failed") for row in rows):
         raise SystemExit(1)

@@ -94,6 +94,12 @@ def _bind_vllm_fa4(inputs: InputSet) -> Call:
     return peers.vllm_fa4(inputs, varlen_arguments(inputs))
 
 
+def _bind_flex_attention(inputs: InputSet) -> Call:
+    from perf.flex_peer import torch_flex_attention
+
+    return torch_flex_attention(inputs)
+
+
 # XQA computes with FP8 queries at head sizes up to 256: 3.2e-2 on such inputs. SDPA rounds K and V
 # to 16 bits once more.
 PROVIDERS = (
@@ -113,6 +119,15 @@ PROVIDERS = (
     ),
     Provider("triton_baseline", "triton", _bind_triton_baseline),
     Provider("flashinfer_xqa", "flashinfer", peers.flashinfer_xqa, max_relative_error=5e-2),
+    # Reads no quantized cache; asked for by name, as each case takes seconds to compile.
+    Provider(
+        "torch_flex_attention",
+        "torch.nn.attention.flex_attention",
+        _bind_flex_attention,
+        max_relative_error=6e-3,
+        on_request=True,
+        kv_cache_dtypes=("bf16", "fp16"),
+    ),
     Provider("flashinfer_fa2", "flashinfer", peers.flashinfer_fa2),
     Provider("vllm_fa4", "vllm", _bind_vllm_fa4, kv_cache_dtypes=("fp8_e4m3", "bf16", "fp16")),
     Provider("vllm_triton", "vllm", peers.vllm_triton),

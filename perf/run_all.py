@@ -1,13 +1,15 @@
 """Every measurement of this project, one after the other, and whether it agrees with the committed.
 
-    python -m perf.run_all --out DIR                    all of it, into DATE_LABEL_CARD.json files
+    python -m perf.run_all                              all of it, into build/results
+    python -m perf.run_all --out DIR --model-dir DIR    DATE_LABEL_CARD.json files there; the models
     python -m perf.run_all --out perf/results --only store --only serving
     python -m perf.run_all --out DIR --dry-run          the commands, and run none
 
-Each measurement is a process of its own, which a failure of another does not touch. Those with
-times are then compared with the newest committed file of their label (`perf.compare`, on the same
-card; driver and versions may differ and are printed). The exit status is 1 where a measurement
-failed or a time was not within `--within`.
+Each measurement is a process of its own, which a failure of another does not touch and which is
+ended when its time is up (`--limit`); its rows are written as they come, so a file has those that
+were done. Those with times are then compared with the newest committed file of their label
+(`perf.compare`, on the same card; driver and versions may differ and are printed). The exit status
+is 1 where a measurement failed or a time was not within `--within`.
 
 `python -m perf.render` makes the pages and plots from what is in perf/results.
 """
@@ -15,9 +17,11 @@ failed or a time was not within `--within`.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -38,18 +42,25 @@ BUNDLE = "bundle"
 class Measurement:
     """kind: as in `perf.render`, the label's beginning. output: the option that takes the file.
 
+    limit: seconds, some times what it takes. suffix: of the label, where a kind has several.
     timed: its rows can be compared. commit: it takes --commit. bundle: it runs from a bundle of all
     kernels. models: it reads the demo's models, and takes --model-dir.
     """
 
     kind: str
     module: str
+    limit: int
     arguments: tuple[str, ...] = ()
+    suffix: str = ""
     output: str = "--json"
     timed: bool = True
     commit: bool = True
     bundle: bool = False
     models: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}_{self.suffix}" if self.suffix else self.kind
 
     def command(self, file: Path, commit: str | None, model_dir: Path | None) -> list[str]:
         found = [sys.executable, "-m", self.module, *self.arguments, self.output, str(file)]
@@ -60,14 +71,43 @@ class Measurement:
         return found
 
 
+SDPA = tuple(f"--providers={name}" for name in ("cute_kernels", "torch_sdpa", "triton_baseline"))
 MEASUREMENTS = (
-    Measurement("decode", "perf.bench_decode", ("--all",)),
-    Measurement("prefill", "perf.bench_prefill"),
-    Measurement("store", "perf.bench_store"),
-    Measurement("indexer", "perf.bench_indexer"),
-    Measurement("serving", "perf.bench_serving"),
-    Measurement("load", "perf.bench_load", output="--out", timed=False, commit=False, bundle=True),
-    Measurement("accuracy", "perf.accuracy", ("--device", "cuda"), timed=False, models=True),
+    Measurement("decode", "perf.bench_decode", 600, ("--all",)),
+    Measurement("prefill", "perf.bench_prefill", 300),
+    Measurement("store", "perf.bench_store", 600),
+    Measurement("indexer", "perf.bench_indexer", 600),
+    Measurement("serving", "perf.bench_serving", 900, ("--steps", "2", "--rounds", "5")),
+    Measurement(
+        "load", "perf.bench_load", 600, output="--out", timed=False, commit=False, bundle=True
+    ),
+    Measurement("accuracy", "perf.accuracy", 900, ("--device", "cuda"), timed=False, models=True),
+    Measurement(
+        "decode",
+        "perf.bench_decode",
+        300,
+        (
+            "--cases",
+            "B64 S8192 16/1 D128",
+            "--rounds",
+            "5",
+            *(f"--providers={name}" for name in SDPA),
+        ),
+        suffix="sdpa",
+    ),
+    *(
+        Measurement(
+            "demo",
+            "demo",
+            300,
+            ("--model", model, "--compare-reference"),
+            suffix=model.split("-")[0],
+            timed=False,
+            commit=False,
+            models=True,
+        )
+        for model in ("smollm2", "gemma3-270m")
+    ),
 )
 
 
@@ -92,18 +132,46 @@ def comparison(old: Path, new: Path, within: float) -> list[str]:
     return [sys.executable, "-m", "perf.compare", str(old), str(new), *allowed]
 
 
-def run(command: Sequence[str], bundle: Path | None = None) -> int:
-    """Run from the repository's root, its output on ours; the exit status."""
+def run(command: Sequence[str], limit: int | None = None, bundle: Path | None = None) -> str:
+    """Run from the repository's root, its output on ours; what went wrong, "" if nothing did.
+
+    After `limit` seconds the process and all that it started are ended.
+    """
     click.echo(f"$ {shlex.join(command)}")
     sys.stdout.flush()
     environment = dict(os.environ)
     if bundle is not None:
         environment["CUTE_KERNELS_BUNDLE"] = str(bundle)
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return f"not done after {limit} s"
+    finally:
+        if process.poll() is None:  # also where this process is interrupted
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    return f"exit status {status}" if status else ""
+
+
+def rows_in(file: Path) -> str:
+    """How many rows of a measurement that failed there are, in words."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "no rows"
+    return f"{len(found)} rows are there" if isinstance(found, list) else "its file is there"
 
 
 def measure(
-    what: Measurement, file: Path, commit: str | None, model_dir: Path | None, within: float
+    what: Measurement,
+    file: Path,
+    commit: str | None,
+    model_dir: Path | None,
+    within: float,
+    limit: int,
 ) -> str:
     """Run one measurement and its comparison; what is wrong, "" if nothing is."""
     bundle = None
@@ -111,10 +179,10 @@ def measure(
         bundle = file.parent / BUNDLE
         build = [sys.executable, "-m", "cute_kernels.compile.build"]
         build += ["--target", "sm_90a", "--out", str(bundle)]
-        if run(build):
-            return "the bundle could not be built"
-    if run(what.command(file, commit, model_dir), bundle):
-        return "failed"
+        if problem := run(build, limit):
+            return f"the bundle could not be built: {problem}"
+    if problem := run(what.command(file, commit, model_dir), limit, bundle):
+        return f"failed: {problem}; {rows_in(file)}"
     old = committed(what.kind, file.stem.partition("_")[2], file) if what.timed else None
     if old is not None and run(comparison(old, file, within)):
         return f"not as {old.name}"
@@ -124,12 +192,17 @@ def measure(
 @click.command(context_settings={"show_default": True}, help=(__doc__ or "").split("\n")[0])
 @click.option(
     "--out",
-    required=True,
+    default=ROOT / "build" / "results",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for the result files.",
 )
 @click.option(
-    "--only", multiple=True, type=click.Choice([m.kind for m in MEASUREMENTS]), help="Not all."
+    "--only", multiple=True, type=click.Choice([m.name for m in MEASUREMENTS]), help="Not all."
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    help="Most seconds of a measurement, where that is less than its own limit.",
 )
 @click.option("--within", type=click.FloatRange(min=0), default=5.0, help="Percent, of times.")
 @click.option(
@@ -143,6 +216,7 @@ def main(
     out: Path,
     only: tuple[str, ...],
     within: float,
+    limit: int | None,
     model_dir: Path | None,
     commit: str | None,
     dry_run: bool,
@@ -151,8 +225,8 @@ def main(
         raise click.ClickException("the measurements need a CUDA device")
     name = "card" if dry_run else card()
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    chosen = [m for m in MEASUREMENTS if not only or m.kind in only]
-    files = {m: out.resolve() / f"{date}_{m.kind}_{name}.json" for m in chosen}
+    chosen = [m for m in MEASUREMENTS if not only or m.name in only]
+    files = {m: out.resolve() / f"{date}_{m.name}_{name}.json" for m in chosen}
     if dry_run:
         for what, file in files.items():
             click.echo(shlex.join(what.command(file, commit, model_dir)))
@@ -161,10 +235,11 @@ def main(
     lines = []
     for what, file in files.items():
         start = time.monotonic()
-        problem = measure(what, file, commit, model_dir, within)
-        lines.append((what.kind, f"{time.monotonic() - start:.0f} s", problem))
-    for kind, seconds, problem in lines:
-        click.echo(f"{kind:10} {seconds:>7}  {problem or 'ok'}")
+        bound = min(what.limit, limit or what.limit)
+        problem = measure(what, file, commit, model_dir, within, bound)
+        lines.append((what.name, f"{time.monotonic() - start:.0f} s", problem))
+    for label, seconds, problem in lines:
+        click.echo(f"{label:12} {seconds:>7}  {problem or 'ok'}")
     if any(problem for *_, problem in lines):
         raise SystemExit(1)
 

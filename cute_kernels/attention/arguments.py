@@ -24,6 +24,7 @@ from cute_kernels.attention.cache_arguments import (
     describe,
     refuse,
 )
+from cute_kernels.memory import have_addresses, reach_into, shares_elements
 
 # Window bounds from here on mean "unlimited": 2^30 keys are more than any sequence has, and
 # `position + bound` then stays inside int32 in the kernels.
@@ -154,7 +155,7 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
     if others:
         _check_others(others)
     if fa_version is not None and (isinstance(fa_version, torch.Tensor) or fa_version != 4):
-        refuse("fa_version", fa_version, "None or 4")
+        refuse("fa_version", describe(fa_version), "None or 4, an int")
     if not isinstance(q, torch.Tensor) or q.dtype not in _Q_DTYPES or q.dim() != 3:
         refuse("q", describe(q), "a bfloat16 or float16 (total_q, Hq, D) tensor")
     device, (total_q, num_q_heads, head_size) = q.device, q.shape
@@ -183,6 +184,7 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
         s_aux = _check_sinks(s_aux, device, num_q_heads)
     if out is not None:
         _check_out(out, q)
+        _check_apart(out, k, v)
     if torch.is_grad_enabled():
         _check_no_grad((q, k, v, k_descale, v_descale, s_aux, out))
     bound_k = 0 if max_seqlen_k is None else _check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
@@ -268,12 +270,16 @@ def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
         refuse("out", describe(out), accepted)
     if not out.is_contiguous():
         check_last_dim("out", out)
-        # Dimensions by stride: each must step over all that the smaller ones span.
-        span = 1
-        for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
-            if size > 1 and stride < span:
-                refuse("out", describe(out), "a tensor whose elements do not share memory")
-            span = max(span, stride * (size - 1) + span)
+        if shares_elements(out):
+            refuse("out", describe(out), "a tensor whose elements do not share memory")
+
+
+def _check_apart(out: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """What is written must not be what other sequences still read."""
+    if have_addresses(out, k, v):
+        for name, cache in (("k", k), ("v", v)):
+            if reach_into(out, cache):
+                refuse("out", f"{describe(out)}, memory of {name}", "memory apart from the cache")
 
 
 def _check_no_grad(tensors: tuple[torch.Tensor | None, ...]) -> None:

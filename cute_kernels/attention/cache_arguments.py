@@ -24,6 +24,9 @@ def refuse(
 
 
 def describe(x: object) -> str:
+    if isinstance(x, (tuple, list)) and any(isinstance(each, torch.Tensor) for each in x):
+        # Not its repr, which reads tensors from the device.
+        return f"a {type(x).__name__} of {len(x)}: {'; '.join(describe(each) for each in x[:4])}"
     if not isinstance(x, torch.Tensor):
         text = repr(x)
         return text if len(text) <= 200 else f"{text[:200]}... ({type(x).__name__})"

@@ -80,7 +80,8 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
             before its window, are never followed.
         return_softmax_lse: also return the LSE.
         out: written instead of a new tensor; q's shape and dtype. Rows past cu_seqlens_q[-1] are
-            left as they are (in a new tensor on the GPU: undefined).
+            left as they are (in a new tensor on the GPU: undefined). It shares no memory with the
+            cache, which is checked in the first call with such shapes.
         k_descale, v_descale: float32 factors of an FP8 cache, global scales of an nvfp4 one: (),
             (1,), (Hkv,) or (B, Hkv), any strides; None means 1.
         k_block_scale, v_block_scale: of an nvfp4 cache, and of no other: as k and v with a last dim

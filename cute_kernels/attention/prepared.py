@@ -37,7 +37,8 @@ def find_launch(
 def launch_again(
     launch: Launch, tensors: tuple[torch.Tensor | None, ...], return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-    """Make a prepared call with these tensors; None where their addresses are not aligned.
+    """Make a prepared call with these tensors; None where their addresses are not aligned, or out
+    begins where k or v does.
 
     tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, k_descale, v_descale,
     s_aux, out, k_block_scale, v_block_scale.
@@ -49,7 +50,9 @@ def launch_again(
     if out is None:
         out = new_output(q)
     at_out = out.data_ptr()
-    if at_out & 7:
+    # Views of the cache are refused where a call of this kind is made first; here those that begin
+    # as it does, which takes no size.
+    if at_out & 7 or at_out == at_k or at_out == at_v:
         return None
     scales = ()
     if block_scales[0] is not None:

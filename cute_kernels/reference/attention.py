@@ -210,9 +210,10 @@ def _gather(
     first_page, last_page = begin // page_size, -(-end // page_size)
     pages = sequence.pages[first_page:last_page]
     if len(pages) < last_page - first_page or min(pages) < 0 or max(pages) >= num_pages:
+        ids = f"ids from 0 to {num_pages - 1}" if num_pages else "ids, but k has no pages"
         raise ValueError(
             f"block_table: sequence {sequence.index} reads {sequence.kv_len} keys from pages "
-            f"{pages}; accepted: {last_page - first_page} ids from 0 to {num_pages - 1}"
+            f"{pages}; accepted: {last_page - first_page} {ids}"
         )
     # As bytes: indexing is not implemented for fp8 on every device.
     bits = cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache

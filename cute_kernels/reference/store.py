@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.formats import KV_CACHE_DTYPES, ScaleLayout
+from cute_kernels.memory import common_steps, have_addresses, meet, shares_elements
 from cute_kernels.numerics import e4m3
 from cute_kernels.reference.quantize import (
     NVFP4_GROUP,
@@ -138,11 +139,7 @@ def check_store(
         _head_scale(scale, f"{side}_scale", x, torch.device("cpu"))
     if v_scale_layout == "sm100":
         _check_swizzle("v_scale_layout", key_cache.shape[1], key.shape[2] // NVFP4_GROUP)
-    if _same_memory(key_cache, value_cache):
-        raise ValueError(
-            "key_cache and value_cache: got the same memory; accepted: two sides of a cache, which "
-            "may be interleaved"
-        )
+    _check_memory(key_cache, value_cache)
     return storage
 
 
@@ -340,12 +337,24 @@ def _check_slots(name: str, slots: torch.Tensor) -> None:
         raise ValueError(f"{name}: got {got}; accepted: (n,) int64")
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two caches of one shape begin at one address. Those of a trace have none; the traced
-    op checks again."""
-    if torch.compiler.is_compiling() or type(a) is not torch.Tensor or type(b) is not torch.Tensor:
-        return a is b
-    return a.numel() > 0 and not a.is_meta and a.data_ptr() == b.data_ptr()
+def _check_memory(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Two slots, or a slot of K and one of V, must not be the same bytes."""
+    both = (key_cache, value_cache)
+    one = key_cache is value_cache
+    if have_addresses(*both):  # those of a trace have none; the traced op checks again
+        for name, cache in zip(("key_cache", "value_cache"), both, strict=True):
+            if shares_elements(cache):
+                raise ValueError(
+                    f"{name}: got strides {cache.stride()} of shape {tuple(cache.shape)}; accepted:"
+                    " a tensor whose elements do not share memory"
+                )
+        offset = value_cache.data_ptr() - key_cache.data_ptr()
+        one = key_cache.numel() > 0 and meet(offset, common_steps(*both))
+    if one:
+        raise ValueError(
+            "key_cache and value_cache: got the same memory; accepted: two sides of a cache, which "
+            "may be interleaved"
+        )
 
 
 def _check_cache(cache: torch.Tensor, name: str, storage: str) -> None:

@@ -38,7 +38,8 @@ def reshape_and_cache(
             float8_e4m3fn or uint8, any strides with a contiguous last dim. nvfp4: F = 9 D / 16,
             uint8, each block dense NHD or HND, its data before its block scales
             (`split_nvfp4`); the stride between blocks and the storage offset are free. The two
-            may share an allocation, not their elements: one tensor for both is refused.
+            may share an allocation, not their elements: caches that overlap, or whose own elements
+            do (expanded ones), are refused.
         slot_mapping: (n,) int64, n <= num_tokens; slot s is token s % block_size of block
             s // block_size. Negative slots are skipped; slots beyond the capacity are never
             written. Of tokens with the same slot one is stored, whole: the last one on the CPU

@@ -6,7 +6,7 @@ No DSL import at module level: ``can_run`` serves planners and CPU-only machines
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from cute_kernels.arch import device_arch, on_device
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
+from cute_kernels.memory import Steps, common_steps, meet
 from cute_kernels.reference.store import block_order
 from cute_kernels.store.config import (
     BOTH_SIDES_THREADS,
@@ -107,6 +108,7 @@ def _plan(call: StoreCall) -> StoreLaunch:
         _shape(call, tokens, capacity, arch.sm_count),
         tokens,
         capacity,
+        common_steps(call.key_cache, call.value_cache),
     )
 
 
@@ -115,6 +117,7 @@ class StoreLaunch:
     """What is launched for a call, but for the addresses.
 
     claim: launched before, in long calls; shape: ``kernel.Shape`` without the owner's address.
+    steps: how the two caches lie; apart: bytes from the one to the other, found to be right.
     """
 
     function: Callable
@@ -125,19 +128,28 @@ class StoreLaunch:
     shape: tuple
     tokens: int
     capacity: int
+    steps: Steps
+    apart: set[int] = field(default_factory=set)
 
     def go(self, key, value, key_cache, value_cache, slots, k_scale, v_scale) -> bool:
         """Launch on the device's current stream; False, and nothing, where ``key`` or ``value``
-        do not allow 16-byte loads or the caches are one."""
+        do not allow 16-byte loads or the caches overlap."""
         at_key, at_value = key.data_ptr(), value.data_ptr()
         at_key_cache, at_value_cache = key_cache.data_ptr(), value_cache.data_ptr()
-        if (at_key | at_value) & 15 or at_key_cache == at_value_cache:
+        offset = at_value_cache - at_key_cache
+        if (at_key | at_value) & 15 or (offset not in self.apart and not self._are_apart(offset)):
             return False
         sides = (
             self.key.at(at_key, at_key_cache, k_scale),
             self.value.at(at_value, at_value_cache, v_scale),
         )
         on_device(self.device, self._go, slots, sides)
+        return True
+
+    def _are_apart(self, offset: int) -> bool:
+        if meet(offset, self.steps):
+            return False
+        self.apart.add(offset)  # a model has as many as layers
         return True
 
     def _go(self, slots: torch.Tensor, sides: tuple[tuple, tuple]) -> None:

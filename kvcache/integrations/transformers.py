@@ -10,8 +10,8 @@ reads all keys and values back from them through a block table; no unquantized c
 that see the same tokens share a block table: one for the full-attention layers, one for the
 sliding-window layers, whose pages are freed when the window has left them.
 
-The nvfp4 dtypes show what their rounding does to a model, not a speed: no attention kernel here
-reads such pages yet, so each call dequantizes all of them to 16 bits.
+Pages of every dtype are read as they are, by whatever serves the call: the kernels of
+`cute_kernels`, or on other devices its torch reference.
 
 The sequences of a batch have equal lengths. Padding, bidirectional spans and beam search are
 refused: the kernels mask by length only, and a page belongs to one sequence.

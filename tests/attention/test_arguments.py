@@ -88,6 +88,12 @@ INVALID = {
     "out-dtype": ("out", bf16(4, 8, 64).half(), "out: got float16"),
     "out-device": ("out", bf16(4, 8, 64).to("meta"), "out: .*on meta"),
     "out-stride": ("out", bf16(4, 8, 128)[..., ::2], "out: .*contiguous last dim"),
+    "k-tuple": (
+        "k",
+        (bf16(1, 2), bf16(3)),
+        r"k: got a tuple of 2: bfloat16 \(1, 2\) .*; bfloat16 \(3,\) .*accepted: \(num_blocks",
+    ),
+    "version-text": ("fa_version", "4", "fa_version: got '4'; accepted: None or 4, an int"),
     "out-expanded": ("out", bf16(1, 8, 64).expand(4, 8, 64), "out: .*do not share memory"),
     "scale-nan": ("softmax_scale", math.nan, "softmax_scale: got nan; accepted: .*finite"),
     "scale-inf": ("softmax_scale", math.inf, "softmax_scale: got inf"),
@@ -122,6 +128,22 @@ def test_invalid(inputs, name, value, message):
         inputs[given] = value
     with pytest.raises(ValueError, match="^flash_attn_varlen_func: " + message):
         validate(**inputs)
+
+
+@pytest.mark.parametrize("side", ("k", "v"))
+def test_an_output_that_is_a_view_of_the_cache_is_refused(inputs, side):
+    cache = bf16(9, 64, 2, 64)
+    inputs["k"], inputs["v"] = bf16(9, 64, 2, 64), bf16(9, 64, 2, 64)
+    inputs[side] = cache
+    del inputs["k_descale"], inputs["v_descale"]
+    for first in (0, 70):
+        inputs["out"] = cache.view(-1, 8, 64)[first : first + 4]
+        with pytest.raises(ValueError, match=f"out: got .*, memory of {side}; accepted: memory ap"):
+            validate(**inputs)
+    memory = bf16(4 * 8 * 64 + cache.numel())
+    inputs["out"], rest = memory[: 4 * 8 * 64].view(4, 8, 64), memory[4 * 8 * 64 :]
+    inputs[side] = rest.view(cache.shape)
+    assert validate(**inputs).out is inputs["out"]
 
 
 NOT_IMPLEMENTED = {

@@ -191,6 +191,14 @@ def test_can_run(monkeypatch, fields, reason):
     assert found is None if reason is None else found.startswith(reason)
 
 
+def test_an_expanded_cache_is_for_no_kernel(monkeypatch):
+    problem = problem_of()
+    for name in ("k", "v"):
+        expanded = getattr(problem, name)[:, :, :1].expand_as(problem.k)
+        found = op.can_run(on_a_gpu(monkeypatch, problem._replace(**{name: expanded})))
+        assert found.startswith(f"{name} expanded, with strides (")
+
+
 def test_can_run_names_the_device(monkeypatch):
     assert op.can_run(problem_of()).startswith("tensors are on cpu")
     found = op.can_run(on_a_gpu(monkeypatch, problem_of(), capability=(10, 0)))

@@ -184,6 +184,20 @@ def test_an_unaligned_address_is_looked_at(kernels, name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ("k", "v"))
+def test_an_output_where_the_cache_begins_is_looked_at(kernels, name):
+    _, launch = kernels
+    call = arguments()
+    for side, scale in (("k", "k_descale"), ("v", "v_descale")):
+        call[side], call[scale] = torch.zeros(5, 64, 2, 64, dtype=torch.bfloat16), None
+    flash_attn_varlen_func(**call)
+    call["out"] = call[name].view(-1, 4, 64)[:3]
+    with pytest.raises(ValueError, match=f"out: got .*memory of {name}"):
+        flash_attn_varlen_func(**call)
+    assert not launch.calls
+
+
+@torch.no_grad()
 def test_neutral_arguments_of_engines_change_nothing(kernels):
     problems, launch = kernels
     flash_attn_varlen_func(**arguments())

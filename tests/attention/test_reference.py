@@ -201,6 +201,16 @@ def test_impossible_contents_are_refused(name, value, message):
         attention_reference(validate(**inputs))
 
 
+def test_a_cache_without_pages_is_called_so():
+    inputs = make_inputs(AttentionCase(id="empty", kv_lens=(5, 5), q_lens=(1, 1)))
+    inputs["k"], inputs["v"] = inputs["k"][:0], inputs["v"][:0]
+    with pytest.raises(ValueError, match=r"accepted: 1 ids, but k has no pages"):
+        attention_reference(validate(**inputs))
+    inputs["seqused_k"] = torch.zeros_like(inputs["seqused_k"])
+    out, _ = attention_reference(validate(**inputs))
+    assert not out.any()
+
+
 def test_other_compute_dtypes_are_refused():
     problem = validate(**make_inputs(AttentionCase(id="dtype", kv_lens=(5,), q_lens=(1,))))
     with pytest.raises(ValueError, match="compute_dtype: got torch.bfloat16"):

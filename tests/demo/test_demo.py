@@ -20,7 +20,12 @@ from demo import evaluate, report, texts  # noqa: E402 - needs transformers
 from demo import models as demo_models  # noqa: E402
 from demo.cli import main  # noqa: E402
 from demo.evaluate import Choices, Comparison, Generation  # noqa: E402
-from kvcache.integrations.transformers import PagedKVCache, register  # noqa: E402
+from kvcache.integrations.transformers import (  # noqa: E402
+    PagedKVCache,
+    calibrate_scales,
+    forward,
+    register,
+)
 from tests.demo import models  # noqa: E402
 
 
@@ -35,7 +40,7 @@ def paged_llama():
 
 @pytest.mark.parametrize("length", (2, 16, 17, 40))
 def test_token_losses_are_those_of_one_pass_of_eager_attention(length, monkeypatch):
-    monkeypatch.setattr(evaluate, "CPU_CHUNK", 16)
+    monkeypatch.setattr(evaluate, "CHUNK", 16)
     model, ids = paged_llama(), models.tokens(1, length)
     losses = evaluate.token_losses(model, ids, PagedKVCache(model.config))
     model.set_attn_implementation("eager")
@@ -75,14 +80,6 @@ def test_generate_chooses_the_likeliest_token_and_stops_at_the_end_of_text():
     assert stopped.ids == run.ids[: stop + 1]
 
 
-def test_a_gpu_prefill_chunk_is_one_tile_of_the_decode_kernel():
-    model = types.SimpleNamespace(device=torch.device("cuda"), config=models.llama().config)
-    model.config.num_attention_heads, model.config.num_key_value_heads = 9, 3
-    assert evaluate.chunk_tokens(model) == 21
-    model.config.num_attention_heads, model.config.num_key_value_heads = 128, 1
-    assert evaluate.chunk_tokens(model) == 1
-
-
 def run_of(ids: list[int], rows: list[list[float]]) -> Generation:
     return Generation(ids, [torch.tensor(row) for row in rows], 1.0)
 
@@ -109,20 +106,52 @@ def test_choices_from_one_cache_see_a_wrong_attention_and_nothing_else():
 
     register("reference", models.reference)
     register("forgetful", forgetful)
-    run = evaluate.generate(model, prompt, PagedKVCache(model.config), 6)
     cache = PagedKVCache(model.config)
-    same = evaluate.choices_from_one_cache(model, ("cute_kv", "reference"), prompt, cache, 6)
-    assert same == Choices(6, 6, None, 0.0)
+    run = evaluate.generate(model, prompt, cache, 6)
+    same = evaluate.choices_from_one_cache(model, "reference", prompt, run, cache)
+    assert same[:4] == (6, 6, 6, None) and same.max_logit_difference < 1e-3
     assert cache.get_seq_length() == 40 + 5
+    wrong = evaluate.choices_from_one_cache(model, "forgetful", prompt, run, cache)
+    assert wrong.steps == 6 and wrong.leading <= wrong.equal < 6
+    assert wrong.widest_gap > 0.01 and wrong.max_logit_difference > 0.01
+    assert model.config._attn_implementation == "cute_kv"
+    again = evaluate.choices_from_one_cache(model, "reference", prompt, run, cache)
+    assert again == same
+    # A text that is not the likeliest differs where it is not, by the logits of both tokens.
+    token = next(i for i in range(97) if i != run.ids[3])
+    other = run._replace(ids=[*run.ids[:3], token, *run.ids[4:]])
+    found = evaluate.choices_from_one_cache(model, "reference", prompt, other, cache)
+    assert found.leading == 3 and found.equal < 6
+    assert found.widest_gap >= (run.logits[3].max() - run.logits[3][token]).item() - 1e-3
+
+
+@torch.inference_mode()
+def test_choices_from_one_cache_read_the_bytes_of_the_run():
+    """Outputs that differ store other codes, which the other function must not see or store."""
+    model, prompt = paged_llama(), models.tokens(1, 300)
+    model.generation_config.eos_token_id = None
+    scales = calibrate_scales(model, prompt)
+    register("coarse", lambda *args, **kwargs: models.reference(*args, **kwargs) * 1.01)
+    cache = PagedKVCache(model.config, "fp8", scales)
+    run = evaluate.generate(model, prompt, cache, 6)
+    before = [side.clone() for layer in cache.layers for side in layer.read()]
+    found = evaluate.choices_from_one_cache(model, "coarse", prompt, run, cache)
+    after = [side for layer in cache.layers for side in layer.read()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert 0 < found.max_logit_difference
+    forward(model, prompt[:, :1], cache)  # stores again
+    assert cache.layers[0].read()[0].shape[1] == 306
+    assert not torch.equal(cache.layers[0].read()[0][:, -1], before[0][:, -1])
+
+
+def test_a_text_whose_beginning_was_freed_is_not_compared():
+    model, prompt = models.gemma(), models.tokens(1, 300)
+    model.set_attn_implementation(register("cute_kv", models.reference))
+    model.generation_config.eos_token_id = None
     cache = PagedKVCache(model.config)
-    wrong = evaluate.choices_from_one_cache(model, ("forgetful", "reference"), prompt, cache, 6)
-    assert wrong.steps == 6
-    assert wrong.equal < 6
-    assert wrong.max_logit_difference > 0.01
-    model.generation_config.eos_token_id = run.ids[2]
-    cache = PagedKVCache(model.config)
-    stopped = evaluate.choices_from_one_cache(model, ("cute_kv", "reference"), prompt, cache, 6)
-    assert stopped.steps <= 3
+    run = evaluate.generate(model, prompt, cache, 3)
+    with pytest.raises(ValueError, match="have been freed"):
+        evaluate.choices_from_one_cache(model, "cute_kv", prompt, run, cache)
 
 
 # ---- verdict -----------------------------------------------------------------------------------
@@ -139,7 +168,7 @@ def result(change: float = 0.002, gap: float | None = None, fallbacks: tuple = (
             "token_ids": [5, 6, 7],
             "tokens_per_second": 12.5,
             "comparison": Comparison(2, False, 0.25, 0.5)._asdict(),
-            "choices": Choices(3, 3 if gap is None else 1, gap, 0.01)._asdict(),
+            "choices": Choices(3, 3 if gap is None else 1, 1, gap, 0.01)._asdict(),
         },
         "quality": {
             "tokens": 100,
@@ -267,7 +296,8 @@ def test_the_command_line_on_a_real_model(tmp_path):
     assert generation["text"].strip() in done.output
     assert len(generation["token_ids"]) == 8
     assert generation["comparison"] == Comparison(8, True, None, 0.0)._asdict()
-    assert generation["choices"] == Choices(8, 8, None, 0.0)._asdict()
+    choices = Choices(**generation["choices"])
+    assert choices[:4] == (8, 8, 8, None) and choices.max_logit_difference < 0.2
     assert numbers["attention"] == "torch reference"
     # Pages of 64 tokens, K and V, 3 heads of 64 elements, 30 layers; 100 tokens take two pages.
     assert quality["cache_bytes_fp8"] == 2 * 64 * 2 * 3 * 64 * 30

@@ -166,3 +166,14 @@ def test_layers_take_scales_of_their_own_cache_dtype_only():
     assert snapshot(layer) == before
     apply_kv_scales({"a": layer}, {"a": KVScales(0.5, 0.5, "nvfp4_4over6")})
     assert layer._k_scale.item() == 0.5
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "auto", "fp8_e5m2", 8))
+def test_layers_whose_dtype_has_no_scales_or_is_not_known_are_refused_by_name(dtype):
+    layers = {"a": Layer(), "b": Layer()}
+    layers["a"].kv_cache_dtype, layers["b"].kv_cache_dtype = "fp8", dtype
+    before = [snapshot(layer) for layer in layers.values()]
+    scales = dict.fromkeys(layers, KVScales(0.5, 0.5, "fp8"))
+    with pytest.raises((ValueError, TypeError), match=f"b: kv_cache_dtype: got {dtype!r}"):
+        apply_kv_scales(layers, scales)
+    assert [snapshot(layer) for layer in layers.values()] == before

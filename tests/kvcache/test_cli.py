@@ -129,8 +129,15 @@ def test_the_table_is_whole_on_a_narrow_terminal(width):
 
 
 def test_options():
-    assert explain("gemma-3-4b", "--kv-cache-dtype", "fp8").exit_code == 1
-    assert explain("gemma-3-4b", "--kv-cache-dtype", "fp8", "--text-only").exit_code == 0
+    for verbose in ((), ("--verbose",)):
+        refused = explain("gemma-4-31b", "--kv-cache-dtype", "fp8", *verbose)
+        assert refused.exit_code == 1
+        assert refused.output.count("served without images: --text-only") == 2
+        served = explain("gemma-4-31b", "--kv-cache-dtype", "fp8", "--text-only", *verbose)
+        assert served.exit_code == 0 and "without images" not in served.output
+    # Images are not all that stands in the way.
+    blackwell = explain("gemma-3-4b", "--kv-cache-dtype", "fp8", "--arch", "sm_100a")
+    assert blackwell.exit_code == 1 and "without images" not in blackwell.output
     verbose = explain("llama-3.1-8b", "--kv-cache-dtype", "fp8", "--verbose").output
     writers = "kvcache.paged and cute_kernels.reshape_and_cache"
     assert "  decode_sm90 reads it\n  decode_sm90_16_bits cannot" in verbose

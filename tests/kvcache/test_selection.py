@@ -329,6 +329,8 @@ def test_explain_says_which_kernel_and_why_not(monkeypatch):
         "the kernel reads nvfp4",
         "  kvcache.paged and cute_kernels.reshape_and_cache write it",
         "  decode_sm90 serves sequences of any number of query tokens",
+        "  decode_sm90 reads all keys again for every 32 query rows (GQA group x query tokens): "
+        "long prefill is right, but slow",
         "  served",
     ]
     pretend_kernels(monkeypatch, DECODE_SM90, PREFILL_SM90, PREFILL_16_BITS)
@@ -352,3 +354,14 @@ def test_explain_says_which_kernel_and_why_not(monkeypatch):
     assert f"not served: {selection.can_run(config(kv_cache_dtype='nvfp4'))}" in refused
     swizzled = selection.explain(config(kv_cache_dtype="nvfp4", v_scale_layout="sm100"))
     assert "V scales in sm100 order, the kernel reads linear ones" in swizzled
+
+
+def test_prefill_without_a_kernel_for_it_is_called_slow(monkeypatch):
+    slow = "reads all keys again for every 64 query rows"
+    asked = config(head_size=128)
+    assert selection.prefill_caveat(asked) is None and slow not in selection.explain(asked)
+    pretend_kernels(monkeypatch, DECODE_SM90)
+    assert slow in selection.prefill_caveat(asked) and slow in selection.explain(asked)
+    assert selection.caveats(asked) == [selection.prefill_caveat(asked)]
+    with pytest.raises(NotImplementedError, match="head size 96"):
+        selection.prefill_caveat(config(head_size=96))

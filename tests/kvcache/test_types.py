@@ -127,3 +127,27 @@ def test_a_configuration_must_be_one(function, given):
 def test_arrays_of_every_library_are_scales(values):
     assert kvcache.KVScales(values, np.float32(0.5)) == kvcache.KVScales((0.5, 0.25), 0.5)
     assert kvcache.suggest_scales(values, np.array(448.0), "fp8").v == (1.0,)
+
+
+@pytest.mark.parametrize(
+    "given",
+    (
+        b"\x01\x02",
+        bytearray(b"\x01"),
+        memoryview(b"\x01"),
+        {0: 0.5, 1: 0.25},
+        {0.5, 0.25},
+        True,
+        [0.5, True],
+        np.array([True]),
+        np.True_,
+        torch.tensor([True]),
+    ),
+    ids=lambda given: f"{type(given).__module__}.{type(given).__name__}",
+)
+def test_scales_are_no_bytes_no_mappings_and_no_truth_values(given):
+    accepted = r"accepted: a number, or numbers, one per KV head$"
+    with pytest.raises(TypeError, match=rf"^v scale: got a .*; {accepted}"):
+        kvcache.KVScales(0.5, given)
+    with pytest.raises(TypeError, match=rf"^k_absmax: got a .*; {accepted}"):
+        kvcache.suggest_scales(given, 0.5, "fp8")

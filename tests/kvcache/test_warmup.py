@@ -190,6 +190,7 @@ def test_images_are_not_forgotten():
     found = plan("gemma-4-31b", text_only=False)
     assert found.units == ()
     assert len(found.unserved) == 2 and all("bidirectional" in line for line in found.unserved)
+    assert all(line.endswith("--text-only, or text_only=True") for line in found.unserved)
 
 
 def test_architectures_without_kernels_are_named_and_stop_nothing():

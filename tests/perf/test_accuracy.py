@@ -28,6 +28,7 @@ from perf.accuracy_decoders import BASELINE, Text  # noqa: E402
 from perf.sections import ResultFile  # noqa: E402
 from tests.demo import models  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 WINDOWS, LENGTH, NEW = 2, 90, 6
 
 
@@ -114,6 +115,19 @@ def test_fewer_bits_are_farther_from_bf16_in_every_figure(rows):
     change = nvfp4["perplexity"] / rows[0]["perplexity"] - 1
     assert nvfp4["perplexity_change"]["value"] == pytest.approx(change)
     assert [row["bytes_per_token_and_layer"] for row in rows] == [512, 256, 144]
+
+
+def test_scales_per_head_are_other_rows(model, text, rows):
+    base, fp8 = accuracy_decoders.measure(model, text, ("fp8",), True, 40, per_head=True)
+    assert fp8["per_head"] and not (base["per_head"] or rows[1]["per_head"])
+    assert 0 < fp8["kl"]["value"] != rows[1]["kl"]["value"]
+    about = {"model": "a", "tokens": 1, "new_tokens": NEW}
+    lines = accuracy_sections.accuracy_lines([about | row for row in (*rows[:2], fp8)])
+    at = accuracy_sections.COLUMNS.index("keys")
+    assert [line[at] for line in lines] == ["", "rotated", "rotated, scales per head"]
+    assert not accuracy_sections._same_work(about | rows[1], about | fp8)
+    old = {name: value for name, value in rows[1].items() if name != "per_head"}
+    assert accuracy_sections._same_work(about | rows[1], about | old)
 
 
 def test_the_same_cache_twice_has_no_distance(model, text):
@@ -252,3 +266,25 @@ def test_two_runs_on_the_same_tokens_agree_within_noise_or_are_named(rows):
     change["value"] += 3 * math.sqrt(2) * change["standard_error"]
     assert "1 of 2" in (text := accuracy_sections.agreement(one, other)) and "m nvfp4 by -" in text
     assert accuracy_sections.agreement(one, result(rows, ids_sha256="b")) == ""
+
+
+def test_the_documented_table_is_the_committed_result():
+    rows = json.loads((ROOT / "perf/results/2026-11-30_perplexity_kv_cpu.json").read_text("utf-8"))
+    text = (ROOT / "docs/integrations.md").read_text(encoding="utf-8")
+    table = text.split("<!-- perplexity:begin -->")[1].split("<!-- perplexity:end -->")[0]
+    lines = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.split("\n")[3:-1]
+    ]
+    for kv_cache_dtype, sizes, *cells in lines:
+        mine = [row for row in rows if row["kv_cache_dtype"] == kv_cache_dtype]
+        assert sizes == ", ".join(
+            str(row["bytes_per_token_and_layer"]) for row in mine if not row["rotate_keys"]
+        )
+        if kv_cache_dtype == BASELINE:
+            assert cells == [f"{mine[0]['perplexity']:.3f}", "", f"{mine[1]['perplexity']:.3f}", ""]
+        else:
+            assert cells == [
+                f"{100 * row['change']:+.2f} % +- {100 * row['change_standard_error']:.2f}"
+                for row in mine
+            ]
+    assert [line[0] for line in lines] == [BASELINE, *accuracy.DTYPES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from functools import partial
 from io import StringIO
@@ -295,6 +296,42 @@ def test_no_time_without_a_right_answer(pool, monkeypatch):
     assert (results["right"].kernels, results["wrong"].kernels) == (["a kernel"], None)
     assert results["right"].host_us == 5.0
     assert method["input_sets"] == 2
+
+
+def falls_back(inputs):
+    warnings.warn(
+        "flash_attn_varlen_func runs the slow torch reference: head size 96", stacklevel=1
+    )
+    reference_call(inputs)
+
+
+def test_a_call_that_the_reference_serves_has_no_kernel(pool):
+    (result,) = bench_decode.check(SMALL, [provider(falls_back, "ours")], pool).values()
+    assert result.status == "no kernel: head size 96" and result.rel_error is None
+
+
+def test_rows_are_kept_after_each_case_and_get_their_kernels_at_the_end(pool, monkeypatch):
+    timing = Timing(2.0, 1.0, 3.0)
+    monkeypatch.setattr(bench_decode, "kernels_of", lambda call: ["a kernel"])
+
+    def measure(case, of):
+        assert of is pool
+        return {"right": Measurement(OK, 1e-3, timing)}, {"rounds": 1}
+
+    kept = []
+    cases = [SMALL, replace(SMALL, q_len=2)]
+    rows = bench_decode.collect(
+        cases,
+        lambda case: pool,
+        measure,
+        [provider(reference_call)],
+        MACHINE,
+        {"read_tb_per_s": 4.0},
+        lambda rows: kept.append([(row["case"], row["kernels"]) for row in rows]),
+    )
+    names = [case.name for case in cases]
+    assert kept == [[(names[0], None)], [(name, None) for name in names]]
+    assert [(row["case"], row["kernels"]) for row in rows] == [(n, ["a kernel"]) for n in names]
 
 
 def full_run():

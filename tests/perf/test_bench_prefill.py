@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from click.testing import CliRunner
 
-from perf.bench_prefill import CASES, CONTENDERS, PrefillCase, main, print_table
+from perf import bench_prefill
+from perf.bench_prefill import ALL_CASES, CASES, CONTENDERS, PrefillCase, main, print_table
 from perf.cases import DecodeCase
 from perf.rows import OK, Machine, Measurement, fingerprint, make_row, make_workload
 from perf.timing import Timing
@@ -15,9 +16,9 @@ MACHINE = Machine("card", "driver", {"torch": "2"}, "commit", "command", "2026-1
 
 
 def test_the_cases_are_those_of_the_targets():
-    names = [case.name for case in CASES]
+    names = [case.name for case in ALL_CASES]
     assert len(set(names)) == len(names)
-    for name in ("B1 S8192 32/4 D512 q8192", "B1 S32768 64/8 D128 q512"):
+    for name in ("B1 S8192 32/4 D512 q8192", "B1 S32768 64/8 D128 q512 bf16"):
         assert name in names
 
 
@@ -47,8 +48,24 @@ def test_the_table_has_rates_and_reasons(capsys):
     assert f"{flops(case) / 1e9:.0f}" in printed and "not installed" in printed
 
 
-def test_contenders():
-    assert [provider.name for provider in CONTENDERS] == ["cute_kernels", "triton_baseline"]
+def test_contenders(monkeypatch):
+    assert [(provider.name, provider.on_request) for provider in CONTENDERS] == [
+        ("cute_kernels", False),
+        ("triton_baseline", False),
+        ("torch_flex_attention", True),
+    ]
+    taken = []
+
+    def run(cases, contenders, *others):
+        taken.append([each.name for each in contenders])
+        return []
+
+    monkeypatch.setattr(bench_prefill, "run", run)
+    monkeypatch.setattr(bench_prefill, "begin", lambda *arguments: MACHINE)
+    flex = ["--cases", "bf16", "--providers", "torch_flex_attention"]
+    for arguments in ([], flex):
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+    assert taken == [["cute_kernels", "triton_baseline"], ["torch_flex_attention"]]
 
 
 def test_refusals(monkeypatch):

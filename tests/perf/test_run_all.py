@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,28 +21,29 @@ from tests.requires import requires_module
 @pytest.fixture
 def calls(monkeypatch):
     """What would be run, and its exit status by module (0 unless set)."""
-    found, statuses = [], {}
+    found, statuses, limits = [], {}, {}
 
-    def fake(command, bundle=None):
+    def fake(command, limit=None, bundle=None):
         found.append((command, bundle))
-        return statuses.get(command[2], 0)
+        limits[command[2]] = limit
+        return statuses.get(command[2], "")
 
     monkeypatch.setattr(run_all, "run", fake)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    return found, statuses
+    return found, statuses, limits
 
 
 def invoke(*arguments):
     return CliRunner().invoke(run_all.main, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("what", run_all.MEASUREMENTS, ids=lambda what: what.kind)
+@pytest.mark.parametrize("what", run_all.MEASUREMENTS, ids=lambda what: what.name)
 def test_every_command_is_one(what, tmp_path):
     if what.models:
         requires_module("transformers")
     command = what.command(tmp_path / "r.json", "abc", tmp_path)
-    main = importlib.import_module(what.module).main
+    main = importlib.import_module("demo.cli" if what.module == "demo" else what.module).main
     main.make_context(what.module, command[3:]).close()
     assert what.kind in {kind.name for kind in render.KINDS}
 
@@ -49,9 +52,8 @@ def test_all_is_run_into_dated_files_and_times_are_compared(calls, tmp_path):
     done = invoke("--out", tmp_path, "--commit", "abc")
     assert done.exit_code == 0, done.output
     modules = [command[2] for command, _ in calls[0]]
-    assert [m for m in modules if m.startswith("perf.") and m != "perf.compare"] == [
-        what.module for what in run_all.MEASUREMENTS
-    ]
+    others = ("perf.compare", "cute_kernels.compile.build")
+    assert [m for m in modules if m not in others] == [what.module for what in run_all.MEASUREMENTS]
     compared = [command for command, _ in calls[0] if command[2] == "perf.compare"]
     assert {Path(command[3]).parent for command in compared} == {run_all.ROOT / render.RESULTS}
     for command in compared:
@@ -65,18 +67,20 @@ def test_all_is_run_into_dated_files_and_times_are_compared(calls, tmp_path):
 
 
 def test_one_failure_stops_nothing_and_is_told(calls, tmp_path):
-    found, statuses = calls
-    statuses |= {"perf.bench_decode": 1, "perf.compare": 1}
+    found, statuses, _ = calls
+    statuses |= {"perf.bench_decode": "exit status 1", "perf.compare": "exit status 1"}
     done = invoke("--out", tmp_path)
     assert done.exit_code == 1
     lines = {line.split()[0]: line for line in done.output.splitlines()}
-    assert lines["decode"].endswith("failed") and lines["accuracy"].endswith("ok")
+    assert lines["decode"].endswith("failed: exit status 1; no rows") and lines[
+        "accuracy"
+    ].endswith("ok")
     assert "not as 2026-" in lines["store"]
     assert [c[2] for c, _ in found].count("perf.bench_serving") == 1
 
 
 def test_a_bundle_that_cannot_be_built_is_told(calls, tmp_path):
-    calls[1]["cute_kernels.compile.build"] = 1
+    calls[1]["cute_kernels.compile.build"] = "exit status 1"
     done = invoke("--out", tmp_path, "--only", "load")
     assert done.exit_code == 1 and "the bundle could not be built" in done.output
 
@@ -104,3 +108,54 @@ def test_a_dry_run_runs_nothing(calls, tmp_path):
 def test_without_a_gpu_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "need a CUDA device" in invoke("--out", tmp_path).output
+
+
+def test_time_is_bounded(calls, tmp_path):
+    limits = calls[2]
+    invoke("--out", tmp_path, "--only", "store", "--only", "load")
+    own = {what.module: what.limit for what in run_all.MEASUREMENTS}
+    assert limits["perf.bench_store"] == own["perf.bench_store"]
+    assert limits["cute_kernels.compile.build"] == own["perf.bench_load"]
+    invoke("--out", tmp_path, "--only", "store", "--limit", 7)
+    assert limits["perf.bench_store"] == 7
+    invoke("--out", tmp_path, "--only", "store", "--limit", 7000)
+    assert limits["perf.bench_store"] == own["perf.bench_store"]
+
+
+def test_a_process_and_its_children_are_ended_in_time(tmp_path):
+    """It starts one that would write a file later, and writes rows until it is ended."""
+    late, rows = tmp_path / "late", tmp_path / "rows.json"
+    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(late)!r}).touch()"
+    code = (
+        "import json, pathlib, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        f"pathlib.Path({str(rows)!r}).write_text(json.dumps([1, 2]))\n"
+        "time.sleep(60)\n"
+    )
+    start = time.monotonic()
+    assert run_all.run([sys.executable, "-c", code], 2) == "not done after 2 s"
+    assert time.monotonic() - start < 20
+    assert run_all.rows_in(rows) == "2 rows are there"
+    time.sleep(4)
+    assert not late.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    (
+        ("", ""),
+        ("import sys; sys.exit(3)", "exit status 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+    ),
+)
+def test_how_a_process_ended_is_told(code, problem):
+    assert run_all.run([sys.executable, "-c", code], 60) == problem
+
+
+def test_what_a_failure_left_is_told(tmp_path):
+    file = tmp_path / "r.json"
+    assert run_all.rows_in(file) == "no rows"
+    file.write_text("{", encoding="utf-8")
+    assert run_all.rows_in(file) == "no rows"
+    file.write_text("{}", encoding="utf-8")
+    assert run_all.rows_in(file) == "its file is there"

@@ -46,6 +46,14 @@ def ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.bfloat16)
 
 
+def overlapping(cache: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sides that have all blocks but one in common."""
+    return {"key_cache": cache[1:], "value_cache": cache[:-1]}
+
+
+EXPANDED = zeros(1, 8, 2, 36).expand(4, 8, 2, 36)
+
+
 def test_two_sides_of_one_allocation_are_no_aliases():
     for sides in (zeros(4, 2, 8, 2, 36).unbind(1), zeros(2, 4, 8, 2, 36)):
         call(key_cache=sides[0], value_cache=sides[1])
@@ -121,6 +129,8 @@ def test_the_valid_call_is_valid():
         (r"k_scale: got dtype torch.float64", {"k_scale": torch.ones(1).double()}),
         (r"k_scale: got None", {"k_scale": None}),
         (r"key_cache and value_cache: got the same memory", both("cache", zeros(4, 8, 2, 36))),
+        (r"key_cache and value_cache: got the same memory", overlapping(zeros(5, 8, 2, 36))),
+        (r"value_cache: got strides \(0, .* do not share memory", {"value_cache": EXPANDED}),
     ),
 )
 def test_refusals(message, changes):

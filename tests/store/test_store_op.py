@@ -19,6 +19,7 @@ from cute_kernels.reference import store as reference
 from cute_kernels.registry import store_contract, store_table_markdown
 from cute_kernels.store import config, interface, op
 from tests.store.pools import NVFP4_POOLS, Pool
+from tests.store.test_store_arguments import overlapping
 from tests.test_house import README, between
 
 
@@ -203,6 +204,17 @@ def test_inputs_are_copied_only_where_they_must_be():
         assert copy.data_ptr() % 16 == 0
 
 
+class Counted:
+    """How often a function was called."""
+
+    def __init__(self, function) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.function(*args)
+
+
 class Kernel:
     """In a kernel's place: what it is launched with."""
 
@@ -244,11 +256,21 @@ def test_the_second_call_launches_at_its_own_addresses(kernel, monkeypatch):
         {"k_scale": 1.0}, {"k_scale": torch.ones(1)}, {"v_scale": 2.0}, {"v_scale": 1},
         {"kv_cache_dtype": "nvfp4_mse"}, {"slot_mapping": torch.arange(2)}, {"key": shifted},
         {"key": again.key.half(), "value": again.value.half()}, {"v_scale_layout": "sm100"},
-        {"value_cache": again.key_cache},
+        {"value_cache": again.key_cache}, overlapping(torch.zeros(5, 8, 2, 36, dtype=torch.uint8)),
     ):  # fmt: skip
         before = len(checks)
         reshape_and_cache(*again._replace(**changes)[:-1])
         assert len(checks) == before + 1, changes
+
+
+def test_every_layer_of_a_model_is_a_second_call(kernel, monkeypatch):
+    """Caches lie as far apart as the allocator put them."""
+    monkeypatch.setattr(interface, "_check", checked := Counted(interface._check))
+    for distance in range(1, 9):
+        sides = torch.zeros(distance + 1, 4, 8, 2, 36, dtype=torch.uint8)
+        call = store_call(key_cache=sides[0], value_cache=sides[-1])
+        reshape_and_cache(*call[:-1])
+    assert checked.calls == 1 and len(kernel.calls) == 8
 
 
 def test_long_calls_store_both_sides_a_thread():

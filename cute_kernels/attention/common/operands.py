@@ -129,6 +129,8 @@ def cache_obstacle(problem: AttentionProblem) -> str | None:
         if side.data_ptr() % 16:
             return f"{name} at an address that is no multiple of 16"
         for size, stride in zip(side.shape[:-1], side.stride()[:-1], strict=True):
+            if size > 1 and not stride:
+                return f"{name} expanded, with strides {side.stride()}: the kernel needs its bytes"
             if size > 1 and stride * side.element_size() % 16:
                 return (
                     f"{name} with strides {side.stride()}, the kernel needs multiples of 16 bytes"
