@@ -62,10 +62,8 @@ class WarpsApart(TileMath):
                 operands = self.kv.own_value_operands(loaded, unit)
                 for block in cutlass.range_constexpr(2):
                     at = 4 * (4 * load + 2 * unit + block)
-                    d = dsl.mma_m16n8k16_f16(
-                        *operands[block], p[0], p[1],
-                        acc[at], acc[at + 1], acc[at + 2], acc[at + 3],
-                    )  # fmt: skip
+                    sums = [acc[at + z] for z in range(4)]
+                    d = dsl.mma_m16n8k16(operands[block], p, sums, self.mma_kind)
                     for z in cutlass.range_constexpr(4):
                         acc[at + z] = d[z]
         self.release(slot)
