@@ -22,6 +22,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -134,7 +135,8 @@ class Batch:
             split = (
                 tile // plan.split_tiles(self.shape, segment.seq.tiles) if any(self.splits) else 0
             )
-            slot = fixup.slot_to_write(self.shape, stretch, cta, start, started, split)
+            own = SimpleNamespace(total=stretch.total, ctas=stretch.ctas, cta=cta)
+            slot = fixup.slot_to_write(self.shape, own, start, started, split)
             where = (cta, segment.b, segment.item, tile, segment.count, start)
             parts.append(Part(*where, segment.chunk, started, slot))
             head_set = segment.item % self.kv_heads

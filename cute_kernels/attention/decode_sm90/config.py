@@ -154,6 +154,12 @@ class DecodeConfig:
         return 0 if self.block_scaled and self.head_size == 512 and self.rows == 32 else 1
 
     @property
+    def parts_in_flight(self) -> int:
+        """Parts of an item whose loads a thread has in flight while it combines them (fixup.py): as
+        many as its registers hold."""
+        return 4 if self.ctas_per_sm >= 4 else 8
+
+    @property
     def threads(self) -> int:
         return WARPGROUP_THREADS + (WARPGROUP_THREADS if self.consumer_registers else 32)
 
@@ -224,8 +230,8 @@ def smem_bytes(config: DecodeConfig) -> int:
     rows, head_size = config.rows, config.head_size
     ring = config.stages * config.stage_bytes
     queries = rows * head_size * 2 if config.queries_in_smem else 0
-    # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items
-    tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4) + 64
+    # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items, plan
+    tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4) + 64 + 32
     barriers = 2 * 8 * config.stages
     parts = (config.exchange_bytes, queries, config.scale_table_bytes, tables, barriers)
     return ring + sum(parts) + 3 * 1024

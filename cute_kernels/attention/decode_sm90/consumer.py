@@ -173,6 +173,8 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         phase = Int32(0)
         buffer = Int32(0)
         while at < end:
+            if const_expr(config.heads_in_line > 1):
+                shape = shape._replace(place=self.plan().place)
             segment = segment_at(lengths, shape, b, item, tile, end - at, config.rows)
             seq, chunk, head = segment.seq, segment.chunk, segment.head
             b = segment.b
@@ -237,23 +239,26 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                 split = Int32(0)
                 if shape.splits != 0:
                     split = tile // split_tiles(shape, seq.tiles)
-                place = slot_to_write(shape, stretch, cta, line_start, started, split)
+                plan = self.plan()
+                parts = self.parts_of_place(partial, plan)
+                slot_of_part = slot_to_write(shape, plan, line_start, started, split)
                 if (shape.splits != 0) & (started == 0) & (tile > 0):
-                    self.fold_into_registers(partial, acc, state, v_scale, chunk, place)
+                    self.fold_into_registers(parts, acc, state, v_scale, chunk, slot_of_part)
                     v_scale = Float32(1.0)
                 if ends & (started == 0):
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
                 else:
-                    self.write_partial(partial, acc, state, v_scale, chunk, place)
+                    self.write_partial(parts, acc, state, v_scale, chunk, slot_of_part)
                     if ends | (at + segment.count >= end):
                         shared = shared | cutlass.select_(started == 0, Int32(2), Int32(1))
-                        self.arrive(partial, stretch, segment, line_start, started, tile, cta)
+                        self.arrive(parts, plan, segment, line_start, started, tile)
             at = at + segment.count
-            b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
+            b, item, tile = after_segment(segment, shape, tile, self.plan().item_step)
             if tile == 0:
                 started = Int32(0)
         if const_expr(not config.loader_only):
+            parts = self.parts_of_place(partial, self.plan())
             if (shared & 1) != 0:
-                self.finish(output, partial, Int32(0))
+                self.finish(output, parts, Int32(0))
             if (shared & 2) != 0:
-                self.finish(output, partial, Int32(1))
+                self.finish(output, parts, Int32(1))

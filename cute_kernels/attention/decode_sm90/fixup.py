@@ -40,7 +40,6 @@ from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Segment,
     Shape,
-    Stretch,
     cta_of_tile,
     query_token,
     sequence,
@@ -48,10 +47,8 @@ from cute_kernels.attention.common.tile_schedule import (
     splits_of_first_cta,
 )
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
-from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerLane
+from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerLane, Plan
 
-# Parts whose loads a thread has in flight while it combines.
-_BATCH = 8
 # Threads that read one part's row side by side, at least: 4 times 16 bytes are two sectors.
 _MIN_WIDTH = 4
 
@@ -109,18 +106,18 @@ def slot_of_part(parts: Parts, part: Int32) -> Int32:
 
 @cute.jit
 def slot_to_write(
-    shape: Shape, stretch: Stretch, cta: Int32, line_start: Int32, started: Int32, split: Int32
+    shape: Shape, plan: Plan, line_start: Int32, started: Int32, split: Int32
 ) -> Int32:
-    """Slot of the part that CTA ``cta`` has of an item; started: the tile at which it came to it;
-    split: the number of its latest split."""
-    slot = 2 * cta
+    """Slot of the part that a CTA has of an item; started: the tile at which it came to it; split:
+    the number of its latest split."""
+    slot = 2 * plan.cta
     if started == 0:
         slot = slot + 1
     if shape.splits != 0:
         stride = cutlass.max(shape.splits, Int32(2))
-        slot = stride * cta
+        slot = stride * plan.cta
         if started > 0:
-            slot = stride * cta_of_tile(line_start, stretch.total, stretch.ctas) + split
+            slot = stride * cta_of_tile(line_start, plan.total, plan.ctas) + split
     return slot
 
 
@@ -137,16 +134,28 @@ def merged(a, b):
 
 
 class Fixup(ConsumerLane):
+    def parts_of_place(self, partial: Partial, plan: Plan) -> Partial:
+        """What belongs to the CTAs with one place in the head sets: an equal part of everything."""
+        if self.config.heads_in_line == 1:
+            return partial
+
+        def part(tensor: cute.Tensor) -> cute.Tensor:
+            first = cute.size(tensor, mode=[0]) // self.shape.abreast * plan.place
+            if cute.rank(tensor) > 1:
+                first = (first, *[0] * (cute.rank(tensor) - 1))
+            return cute.domain_offset(first, tensor)
+
+        return Partial(*[part(tensor) for tensor in partial])
+
     @cute.jit
     def arrive(
         self,
         partial: Partial,
-        stretch: Stretch,
+        plan: Plan,
         segment: Segment,
         line_start: Int32,
         started: Int32,
         tile: Int32,
-        cta: Int32,
     ):
         """Tell the item's CTAs that this CTA's parts have been written, and keep the item in mind.
 
@@ -156,10 +165,10 @@ class Fixup(ConsumerLane):
         self.barrier()
         if self.tid == 0:
             tiles = segment.seq.tiles
-            first = cta_of_tile(line_start, stretch.total, stretch.ctas)
-            last = cta_of_tile(line_start + tiles - 1, stretch.total, stretch.ctas)
+            first = cta_of_tile(line_start, plan.total, plan.ctas)
+            last = cta_of_tile(line_start + tiles - 1, plan.total, plan.ctas)
             pieces = last - first + 1
-            own = cta - first
+            own = plan.cta - first
             count = Int32(1)
             begun = Int32(1)
             if self.shape.splits != 0:
@@ -167,7 +176,7 @@ class Fixup(ConsumerLane):
                 pieces = (tiles + split - 1) // split
                 own = started // split
                 count = tile // split + 1 - own
-                begun = splits_of_first_cta(first, line_start, split, stretch.total, stretch.ctas)
+                begun = splits_of_first_cta(first, line_start, split, plan.total, plan.ctas)
             # Releases what the barrier ordered before it: the parts written by all threads.
             dsl.red_add_release_gpu((partial.mCounter.iterator + first).toint(), count)
             chunk = segment.chunk
@@ -252,10 +261,12 @@ class Fixup(ConsumerLane):
         o1 = Float32(-0.0)
         o2 = Float32(-0.0)
         o3 = Float32(-0.0)
-        for first in cutlass.range(group, parts.count, groups * _BATCH, unroll=1):
+        for first in cutlass.range(
+            group, parts.count, groups * self.config.parts_in_flight, unroll=1
+        ):
             states = []
             values = []
-            for i in cutlass.range_constexpr(_BATCH):
+            for i in cutlass.range_constexpr(self.config.parts_in_flight):
                 part = cutlass.min(first + i * groups, parts.count - 1)
                 slot = Int64(slot_of_part(parts, part))
                 states.append(dsl.ld_global_cg_f32x2(base_state + slot * (rows * 8)))
@@ -263,7 +274,7 @@ class Fixup(ConsumerLane):
             if self.shape.splits == 0:
                 new_top = top
                 tops = []
-                for i in cutlass.range_constexpr(_BATCH):
+                for i in cutlass.range_constexpr(self.config.parts_in_flight):
                     part_top = Float32(dsl.NEG_INF)
                     if first + i * groups < parts.count:
                         part_top = states[i][0]
@@ -276,7 +287,7 @@ class Fixup(ConsumerLane):
                 o1 = o1 * keep
                 o2 = o2 * keep
                 o3 = o3 * keep
-                for i in cutlass.range_constexpr(_BATCH):
+                for i in cutlass.range_constexpr(self.config.parts_in_flight):
                     weight = dsl.exp2(tops[i] - reference)
                     total = total + weight * states[i][1]
                     o0 = o0 + weight * values[i][0]
@@ -285,7 +296,7 @@ class Fixup(ConsumerLane):
                     o3 = o3 + weight * values[i][3]
                 top = new_top
             else:
-                for i in cutlass.range_constexpr(_BATCH):
+                for i in cutlass.range_constexpr(self.config.parts_in_flight):
                     if first + i * groups < parts.count:
                         fold = fold_of(top, states[i][0])
                         top = fold.top

@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from cute_kernels import dsl
 from cute_kernels.attention.common import launch
 from cute_kernels.attention.common.launch import ScaledStrides, Scales, Sizes, Strides
 from cute_kernels.attention.common.output import Output, Partial
@@ -99,19 +100,6 @@ class Scalars(NamedTuple):
     split_least: Int32
     split_most: Int32
     abreast: Int32
-
-
-def partial_of_place(partial: Partial, shape: Shape) -> Partial:
-    """What belongs to the CTAs with one place in the head sets: an equal part of everything."""
-
-    def part(tensor: cute.Tensor) -> cute.Tensor:
-        rows = cute.size(tensor, mode=[0]) // shape.abreast
-        first = rows * shape.place
-        if const_expr(cute.rank(tensor) > 1):
-            first = (first, *[0] * (cute.rank(tensor) - 1))
-        return cute.domain_offset(first, tensor)
-
-    return Partial(*[part(tensor) for tensor in partial])
 
 
 class DecodeSm90:
@@ -225,10 +213,13 @@ class DecodeSm90:
             place = cta % shape.abreast
             cta = cta // shape.abreast
             shape = shape._replace(place=place)
-            partial = partial_of_place(partial, shape)
         else:
             shape = shape._replace(abreast=Int32(1), place=Int32(0))
         stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
+        if tid == 0:
+            plan = smem.plan
+            dsl.st_shared_b32x4(plan, stretch.total, stretch.ctas, stretch.item_step, cta)
+            dsl.st_shared_b32x2(plan + 16, shape.place, Int32(0))
         cute.arch.sync_threads()
         if warp >= PRODUCER_WARP:
             if const_expr(config.consumer_registers > 0):
@@ -260,6 +251,7 @@ class DecodeSm90:
         q_max = array(Int32, 4 * rows, 128)
         shared_items = array(Int32, 2 * SHARED_ITEM_WORDS, 32)
         scales = array(Uint8, config.scale_table_bytes, 128) if config.block_scaled else q
+        plan = array(Int32, 8, 16)
         full = array(Int64, config.stages, 8)
         empty = array(Int64, config.stages, 8)
         sQ = sP = None
@@ -270,6 +262,6 @@ class DecodeSm90:
             p_layout = cute.tile_to_shape(atom, p_shape, order=(0, 1, 2))
             sQ = cute.make_tensor(cute.recast_ptr(q, q_layout.inner, dtype=kind), q_layout.outer)
             sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=kind), p_layout.outer)
-        tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q)
+        tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q, plan)
         addresses = [x.toint() for x in tables]
         return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)

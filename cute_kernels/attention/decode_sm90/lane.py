@@ -32,6 +32,19 @@ class NamedBarrier(IntEnum):
     CONSUMERS = 1
 
 
+class Plan(NamedTuple):
+    """What the end of a segment needs of the CTA's ``Stretch``, and its ``cta`` and ``place``.
+
+    It waits there in shared memory, since the loop over tiles has no registers to spare.
+    """
+
+    total: Int32
+    ctas: Int32
+    item_step: Int32
+    cta: Int32
+    place: Int32
+
+
 class ConsumerSmem(NamedTuple):
     """Shared addresses of the consumer's tables (bytes), and Q^T and P^T as MMA operands.
 
@@ -40,6 +53,7 @@ class ConsumerSmem(NamedTuple):
     (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score
     into a log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two entries
     of SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
+    plan: a ``Plan`` and 3 unused words.
     """
 
     p: Int32
@@ -51,6 +65,7 @@ class ConsumerSmem(NamedTuple):
     shared_items: Int32
     scales: Int32
     q: Int32
+    plan: Int32
     sQ: cute.Tensor
     sP: cute.Tensor
 
@@ -110,6 +125,10 @@ class ConsumerLane:
         for i in cutlass.range_constexpr(2 * self.row_blocks):
             state.rMax[i] = Float32(dsl.NEG_INF)
             state.rSum[i] = Float32(0.0)
+
+    def plan(self) -> Plan:
+        words = dsl.ld_shared_b32x4(self.smem.plan)
+        return Plan(*words, dsl.ld_shared_b32x2(self.smem.plan + 16)[0])
 
     def barrier(self):
         cute.arch.barrier(
