@@ -144,6 +144,11 @@ BALANCE_CASES = tuple(
     for lengths, kv_len in ((LOG_NORMAL, 4096), (ONE_LONG, 1024))
     for heads in ((32, 4, 512), (64, 8, 128))
 )
+# And in which heads that share lines of memory must stay in step.
+BALANCE_CASES += tuple(
+    DecodeCase(64, 4096, *heads, lengths=LOG_NORMAL, kv_cache_dtype=dtype)
+    for heads, dtype in (((64, 8, 64), "fp8_e4m3"), ((64, 8, 64), "nvfp4"), ((64, 8, 128), "nvfp4"))
+)
 # Draft tokens that are verified: the same bytes for more rows. Up to 32 packed rows, and 64.
 VERIFY_CASES = (
     DecodeCase(64, 8192, 32, 4, 512, q_len=2),

@@ -92,11 +92,12 @@ def test_cases_are_the_table():
 def test_case_selection():
     assert select_cases(()) == list(ALL_CASES)
     names = [case.name for case in select_cases(("d256", "512 q4 nv"))]
-    assert names == [TABLE[10], f"{TABLE[10]} nvfp4", f"{TABLE[6]} nvfp4"]
+    d256 = [TABLE[10] + dtype for dtype in ("", " nvfp4", " bf16")]
+    assert names == [*d256, f"{TABLE[6]} nvfp4"]
     assert select_cases(("log-normal", "one 128k")) == sorted(
         BALANCE_CASES, key=lambda case: case.lengths != "log-normal"
     )
-    assert select_cases(("nvfp4",)) == list(NVFP4_CASES)
+    assert select_cases(("nvfp4",)) == [*NVFP4_CASES, *BALANCE_CASES[-2:]]
     assert select_cases((TABLE[0], TABLE[6])) == [DECODE_CASES[0], DECODE_CASES[6]]
     with pytest.raises(ValueError, match="no case matches 'D96'"):
         select_cases(("D96",))
