@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 
 import pytest
-import torch
 
 from cute_kernels.attention.decode_sm90 import config as module
 from cute_kernels.attention.decode_sm90.config import (
@@ -148,19 +147,13 @@ def test_registers(config):
     ("kv_format", "head_size", "kv_heads", "abreast"),
     (
         ("fp8_e4m3", 64, 8, 2),
+        ("fp8_e4m3", 64, 6, 2),
         ("fp8_e4m3", 64, 3, 1),
         ("fp8_e4m3", 128, 8, 1),
-        ("nvfp4", 64, 16, 16),
-        ("nvfp4", 64, 6, 2),
-        ("nvfp4", 128, 8, 8),
-        ("nvfp4", 512, 4, 2),
-        ("nvfp4", 512, 1, 1),
+        ("nvfp4", 64, 8, 1),
+        ("bf16", 64, 8, 1),
     ),
 )
 def test_heads_that_share_lines_are_read_abreast(kv_format, head_size, kv_heads, abreast):
     config = make_config(head_size, 8, "bf16", 64, kv_format=kv_format)
-    shape = (4, 64, kv_heads, config.head_bytes)
-    tokens_first = torch.empty(shape, dtype=torch.uint8)
-    assert heads_abreast(config, tokens_first) == abreast
-    heads_first = tokens_first.transpose(1, 2).contiguous().transpose(1, 2)
-    assert heads_abreast(config, heads_first) == 1 or kv_heads == 1
+    assert heads_abreast(config, kv_heads) == abreast

@@ -271,20 +271,25 @@ def test_chunks_of_a_prefill_are_the_whole(head_size):
 
 @pytest.mark.parametrize(("head_size", "cache"), HEADS_AND_CACHES)
 def test_decode_and_prefill_agree(head_size, cache):
-    """The last token, scored alone and within a prompt: equal to the rounding of the output."""
+    """The last token, scored alone and within a prompt: equal to the rounding of the output, and
+    from a bf16 cache to that of the probabilities, which are bf16 there: by 2^-9 in each kernel."""
     heads = {"num_q_heads": 8, "num_kv_heads": 1, "head_size": head_size}
     for kv_len in (88, 129, 256, 2000):
         case = case_of("score", [kv_len], [kv_len], **heads)
         inputs = make_inputs(with_cache(case, cache), "cuda")
         whole, whole_lse = attend(prefill(inputs))
         out, lse = attend(part(inputs, kv_len - 1, kv_len, kv_len))
-        reference, reference_lse = exact(part(inputs, kv_len - 1, kv_len, kv_len))
+        alone = part(inputs, kv_len - 1, kv_len, kv_len)
+        reference, reference_lse = exact(alone)
         for got, got_lse in ((out, lse), (whole[-1:], whole_lse[:, -1:])):
             assert_output_close(got, reference)
             assert_lse_close(got_lse, reference_lse)
         difference = (out.float() - whole[-1:].float()).abs()
         ulp = torch.maximum(out.float().abs(), reference.abs().float()) * 2**-7
-        assert bool((difference <= ulp + 2e-3 * reference.abs().amax()).all())
+        allowed = ulp + 2e-3 * reference.abs().amax()
+        if cache == "bf16":
+            allowed = allowed + 2**-8 * exact({**alone, "v": alone["v"].abs()})[0]
+        assert bool((difference <= allowed).all())
 
 
 @pytest.mark.parametrize("head_size", (128, 512))

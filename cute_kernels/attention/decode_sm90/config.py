@@ -27,7 +27,6 @@ ROW_BUCKETS = (8, 16, 32, 64)
 BOX_TOKENS = (64, 32, 16)
 
 LINE_BYTES = 128
-DRAM_BYTES = 64
 
 SMEM_BYTES_PER_SM = 233472  # SM90: 228 KiB, of which each resident CTA reserves 1 KiB
 SMEM_BYTES_PER_CTA = 232448  # SM90: 227 KiB
@@ -175,13 +174,10 @@ class DecodeConfig:
 
     @property
     def heads_in_line(self) -> int:
-        """KV heads whose rows of a token fill a line of L2 if they lie side by side, and whose
-        block scales an access to DRAM: what a head's row brings with it is lost where the others
-        are read at another time."""
-        rows = max(1, LINE_BYTES // self.head_bytes)
-        if self.block_scaled:
-            rows = max(rows, DRAM_BYTES * NVFP4_GROUP // self.head_size)
-        return rows
+        """KV heads whose rows of a token fill a line of L2 if they lie side by side: what a head's
+        row brings with it is lost where the others are read at another time. NVFP4 gains nothing
+        from being read so: instructions are its limit (H200, 2026-11-30)."""
+        return 1 if self.block_scaled else max(1, LINE_BYTES // self.head_bytes)
 
     @property
     def data_bytes(self) -> int:

@@ -140,7 +140,7 @@ def launch_of(
 ) -> SplitKvLaunch:
     """The launch of a variant for the sequences with so many packed rows, see ``row_ranges``."""
     arch = device_arch(q.device.index)
-    abreast = heads_abreast(config, k)
+    abreast = heads_abreast(config, k.shape[-2])
     ctas = grid_ctas(config, arch.sm_count)
     ctas = ctas - ctas % abreast
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.tile_bytes))
@@ -155,15 +155,13 @@ def launch_of(
     return SplitKvLaunch(function, q.device, arguments, workspace, ctas)
 
 
-def heads_abreast(config: DecodeConfig, k: torch.Tensor) -> int:
+def heads_abreast(config: DecodeConfig, kv_heads: int) -> int:
     """How many neighbouring KV heads are read in step by CTAs side by side (``heads_in_line``).
 
-    1 where a head's rows lie one behind the other (HND).
+    Whatever the strides are: how keys are split, and so the bits, must not depend on them.
     """
-    if k.stride(-2) * k.element_size() != config.head_bytes:
-        return 1
     wanted = config.heads_in_line
-    while k.shape[-2] % wanted:
+    while kv_heads % wanted:
         wanted //= 2
     return wanted
 
