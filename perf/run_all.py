@@ -91,7 +91,7 @@ MEASUREMENTS = (
             "B64 S8192 16/1 D128",
             "--rounds",
             "5",
-            *(f"--providers={name}" for name in SDPA),
+            *SDPA,
         ),
         suffix="sdpa",
     ),

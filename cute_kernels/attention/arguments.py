@@ -12,6 +12,7 @@ It runs on every eager call, so the accepted path is written for speed: attribut
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,13 @@ from cute_kernels.attention.cache_arguments import (
     describe,
     refuse,
 )
-from cute_kernels.memory import have_addresses, reach_into, shares_elements
+from cute_kernels.memory import (
+    common_steps,
+    have_addresses,
+    meet,
+    reach_into,
+    shares_elements,
+)
 
 # Window bounds from here on mean "unlimited": 2^30 keys are more than any sequence has, and
 # `position + bound` then stays inside int32 in the kernels.
@@ -184,7 +191,10 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
         s_aux = _check_sinks(s_aux, device, num_q_heads)
     if out is not None:
         _check_out(out, q)
-        _check_apart(out, k, v)
+        read = {"k": k, "v": v, "k_block_scale": k_block_scale, "v_block_scale": v_block_scale}
+        read |= {"block_table": block_table, "seqused_k": seqused_k, "s_aux": s_aux}
+        read |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        _check_apart(out, q, read | {"k_descale": k_descale, "v_descale": v_descale})
     if torch.is_grad_enabled():
         _check_no_grad((q, k, v, k_descale, v_descale, s_aux, out))
     bound_k = 0 if max_seqlen_k is None else _check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
@@ -274,12 +284,21 @@ def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
             refuse("out", describe(out), "a tensor whose elements do not share memory")
 
 
-def _check_apart(out: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """What is written must not be what other sequences still read."""
-    if have_addresses(out, k, v):
-        for name, cache in (("k", k), ("v", v)):
-            if reach_into(out, cache):
-                refuse("out", f"{describe(out)}, memory of {name}", "memory apart from the cache")
+def _check_apart(
+    out: torch.Tensor, q: torch.Tensor, read: Mapping[str, torch.Tensor | None]
+) -> None:
+    """What is written must not be what other sequences still read. Q itself may be overwritten: an
+    output row is written when its query has been read."""
+    tensors = {name: x for name, x in read.items() if x is not None}
+    if not have_addresses(out, q, *tensors.values()):
+        return
+    for name, x in tensors.items():
+        if reach_into(out, x):
+            refuse("out", f"{describe(out)}, memory of {name}", "memory apart from what is read")
+    offset = out.data_ptr() - q.data_ptr()
+    if (offset != 0 or out.stride() != q.stride()) and reach_into(out, q):
+        if shares_elements(q) or meet(offset, common_steps(q, out)):
+            refuse("out", f"{describe(out)}, memory of q", "all of q's memory, or none of it")
 
 
 def _check_no_grad(tensors: tuple[torch.Tensor | None, ...]) -> None:

@@ -107,16 +107,49 @@ def _read_sequences(problem: AttentionProblem) -> list[_Sequence]:
     for i in range(batch):
         q_len = q_offsets[i + 1] - q_offsets[i]
         if kv_lens[i] < 0:
-            raise ValueError(f"seqused_k: sequence {i} has {kv_lens[i]} keys; accepted: >= 0")
+            got = f"sequence {i} has {kv_lens[i]} keys"
+            raise ValueError(f"flash_attn_varlen_func: seqused_k: {got}; accepted: >= 0")
         sequences.append(_Sequence(i, q_offsets[i], q_len, kv_lens[i], kv_offsets[i], pages[i]))
+        if problem.block_table is not None:
+            _check_pages(problem, sequences[-1])
     return sequences
+
+
+def _visible(
+    problem: AttentionProblem, sequence: _Sequence, first: int, last: int
+) -> tuple[int, int]:
+    """The keys [begin, end) that some of the queries [first, last) of a sequence see."""
+    left, right = problem.window_left, problem.window_right
+    shift = sequence.kv_len - sequence.q_len  # bottom-right alignment
+    begin = max(0, first + shift - left) if left >= 0 else 0
+    end = min(sequence.kv_len, last + shift + right) if right >= 0 else sequence.kv_len
+    return begin, end
+
+
+def _check_pages(problem: AttentionProblem, sequence: _Sequence) -> None:
+    """Of all that the sequence's queries see: nothing has been written yet."""
+    begin, end = _visible(problem, sequence, 0, sequence.q_len)
+    if sequence.q_len == 0 or end <= begin:
+        return
+    num_pages, page_size = problem.k.shape[:2]
+    first_page, last_page = begin // page_size, -(-end // page_size)
+    pages = sequence.pages[first_page:last_page]
+    if len(pages) < last_page - first_page or min(pages) < 0 or max(pages) >= num_pages:
+        ids = f"ids from 0 to {num_pages - 1}" if num_pages else "ids, but k has no pages"
+        raise ValueError(
+            f"flash_attn_varlen_func: block_table: sequence {sequence.index} reads "
+            f"{sequence.kv_len} keys from pages {pages}; accepted: {last_page - first_page} {ids}"
+        )
 
 
 def _check_offsets(name: str, offsets: list[int], limit: int | None) -> None:
     if offsets[0] < 0 or any(b < a for a, b in itertools.pairwise(offsets)):
-        raise ValueError(f"{name}: got {offsets}; accepted: non-decreasing offsets >= 0")
+        raise ValueError(
+            f"flash_attn_varlen_func: {name}: got {offsets}; accepted: non-decreasing offsets >= 0"
+        )
     if limit is not None and offsets[-1] > limit:
-        raise ValueError(f"{name}: last offset {offsets[-1]}; accepted: at most {limit} rows")
+        got = f"last offset {offsets[-1]}"
+        raise ValueError(f"flash_attn_varlen_func: {name}: {got}; accepted: at most {limit} rows")
 
 
 def _attend(
@@ -132,8 +165,7 @@ def _attend(
     group, rows, device = num_q_heads // num_kv_heads, last - first, problem.q.device
     left, right = problem.window_left, problem.window_right
     shift = sequence.kv_len - sequence.q_len  # bottom-right alignment
-    begin = max(0, first + shift - left) if left >= 0 else 0
-    end = min(sequence.kv_len, last + shift + right) if right >= 0 else sequence.kv_len
+    begin, end = _visible(problem, sequence, first, last)
     sinks = None if problem.sinks is None else problem.sinks.to(dtype)[:, None].expand(-1, rows)
     if end <= begin:
         o = torch.zeros((rows, num_q_heads, head_size), dtype=dtype, device=device)
@@ -206,15 +238,9 @@ def _gather(
     """Keys or values [begin, end) of one sequence: (end - begin, Hkv, D) in the cache's dtype."""
     if problem.block_table is None:
         return cache[sequence.kv_start + begin : sequence.kv_start + end]
-    num_pages, page_size = cache.shape[:2]
+    page_size = cache.shape[1]
     first_page, last_page = begin // page_size, -(-end // page_size)
     pages = sequence.pages[first_page:last_page]
-    if len(pages) < last_page - first_page or min(pages) < 0 or max(pages) >= num_pages:
-        ids = f"ids from 0 to {num_pages - 1}" if num_pages else "ids, but k has no pages"
-        raise ValueError(
-            f"block_table: sequence {sequence.index} reads {sequence.kv_len} keys from pages "
-            f"{pages}; accepted: {last_page - first_page} {ids}"
-        )
     # As bytes: indexing is not implemented for fp8 on every device.
     bits = cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
     taken = bits[torch.tensor(pages, device=cache.device)].flatten(0, 1)

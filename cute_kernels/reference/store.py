@@ -20,7 +20,13 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.formats import KV_CACHE_DTYPES, ScaleLayout
-from cute_kernels.memory import common_steps, have_addresses, meet, shares_elements
+from cute_kernels.memory import (
+    common_steps,
+    have_addresses,
+    meet,
+    reach_into,
+    shares_elements,
+)
 from cute_kernels.numerics import e4m3
 from cute_kernels.reference.quantize import (
     NVFP4_GROUP,
@@ -140,6 +146,10 @@ def check_store(
     if v_scale_layout == "sm100":
         _check_swizzle("v_scale_layout", key_cache.shape[1], key.shape[2] // NVFP4_GROUP)
     _check_memory(key_cache, value_cache)
+    for name, x in (("key", key), ("value", value)):
+        for cache in (key_cache, value_cache):
+            if have_addresses(x, cache) and reach_into(x, cache):
+                raise ValueError(f"{name}: got memory of the cache; accepted: memory apart from it")
     return storage
 
 

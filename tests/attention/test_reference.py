@@ -201,6 +201,15 @@ def test_impossible_contents_are_refused(name, value, message):
         attention_reference(validate(**inputs))
 
 
+def test_contents_are_refused_before_anything_is_written():
+    inputs = make_inputs(AttentionCase(id="bad", kv_lens=(100, 100), q_lens=(1, 1)))
+    inputs["block_table"][1, 0] = 999
+    inputs["out"] = torch.full_like(inputs["q"], 7.0)
+    with pytest.raises(ValueError, match="^flash_attn_varlen_func: block_table: sequence 1 reads"):
+        attention_reference(validate(**inputs))
+    assert bool((inputs["out"] == 7.0).all())
+
+
 def test_a_cache_without_pages_is_called_so():
     inputs = make_inputs(AttentionCase(id="empty", kv_lens=(5, 5), q_lens=(1, 1)))
     inputs["k"], inputs["v"] = inputs["k"][:0], inputs["v"][:0]

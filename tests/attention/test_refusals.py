@@ -8,6 +8,7 @@ import torch
 from cute_kernels import merge_attn_states
 from cute_kernels.attention.arguments import validate
 from tests.cases import AttentionCase, make_inputs
+from tests.nvfp4_cases import make_nvfp4_inputs
 
 
 @pytest.mark.parametrize("flag", ("no", float("nan"), [0], torch.tensor([1, 0]), 2))
@@ -27,6 +28,31 @@ def test_out_must_not_overlap_itself():
         validate(**inputs, out=out)
     apart = torch.zeros(2 * shape.numel()).bfloat16().as_strided(shape, (shape[2], 2 * shape[2], 1))
     validate(**inputs, out=apart)
+
+
+@pytest.mark.parametrize("name", ("k", "v", "k_block_scale", "v_block_scale", "block_table"))
+def test_out_must_not_be_memory_that_is_read(name):
+    case = AttentionCase(id="out", kv_lens=(70, 70), q_lens=(1, 1))
+    inputs = make_nvfp4_inputs(case)
+    given, q = inputs[name], inputs["q"]
+    size = given.numel() * given.element_size()
+    memory = torch.zeros(max(size, 2 * q.numel()), dtype=torch.uint8)
+    inputs[name] = memory[:size].view(given.dtype).view(given.shape)
+    out = memory[: 2 * q.numel()].view(q.dtype).view(q.shape)
+    with pytest.raises(ValueError, match=f"out: got .*memory of {name}; accepted: memory apart"):
+        validate(**inputs, out=out)
+
+
+def test_out_is_all_of_q_or_apart_from_it():
+    inputs = make_inputs(AttentionCase(id="out", kv_lens=(70, 70), q_lens=(1, 2)))
+    rows = torch.zeros(8, *inputs["q"].shape[1:], dtype=torch.bfloat16)
+    for out in (rows[:3], rows[3:6], rows[5:8]):
+        validate(**{**inputs, "q": rows[:3]}, out=out)
+    interleaved = rows[:6].view(3, 2, *rows.shape[1:])
+    validate(**{**inputs, "q": interleaved[:, 0]}, out=interleaved[:, 1])
+    for out in (rows[1:4], interleaved[:, 0]):
+        with pytest.raises(ValueError, match="out: got .*memory of q; accepted: all of q's memory"):
+            validate(**{**inputs, "q": rows[:3]}, out=out)
 
 
 def test_long_values_are_cut_in_messages():

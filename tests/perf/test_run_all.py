@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from perf import render, run_all
+from perf.providers import select_providers
 from tests.perf.helpers import make_test_row
 from tests.requires import requires_module
 
@@ -44,7 +45,8 @@ def test_every_command_is_one(what, tmp_path):
         requires_module("transformers")
     command = what.command(tmp_path / "r.json", "abc", tmp_path)
     main = importlib.import_module("demo.cli" if what.module == "demo" else what.module).main
-    main.make_context(what.module, command[3:]).close()
+    with main.make_context(what.module, command[3:]) as context:
+        select_providers(tuple(context.params.get("providers", ())))
     assert what.kind in {kind.name for kind in render.KINDS}
 
 

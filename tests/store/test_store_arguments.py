@@ -138,6 +138,17 @@ def test_refusals(message, changes):
         call(**changes)
 
 
+@pytest.mark.parametrize("name", ("key", "value"))
+@pytest.mark.parametrize("side", ("key_cache", "value_cache"))
+def test_what_is_stored_must_not_be_memory_of_the_cache(name, side):
+    cache = zeros(4, 8, 2, 36)
+    x = cache.view(-1)[: 3 * 2 * 64 * 2].view(torch.bfloat16).view(3, 2, 64)
+    with pytest.raises(ValueError, match=f"{name}: got memory of the cache; accepted: memory ap"):
+        ValueError, match=f"{name}: got memory of the cache; accepted: memory apart"
+    ):
+        call(**{name: x, side: cache})
+
+
 def test_split_refuses_blocks_that_are_not_dense():
     padded_rows = zeros(2, 8, 3, 40)[..., :36]
     padded_heads = zeros(2, 8, 4, 36)[:, :, :3]
