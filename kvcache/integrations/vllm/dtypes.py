@@ -55,8 +55,7 @@ def stored_names(*storage_formats: str) -> list[str]:
 def refusal(config: AttentionConfig) -> str | None:
     """Why our layers cannot serve this configuration, or None: `kvcache.can_run`, and our store.
 
-    A cache of 16 bits, which our store does not write, is better
-    off with vLLM's own kernels anyway: ours would decode it without splitting keys.
+    A cache of 16 bits is one that our store does not write.
     """
     reason = can_run(config)
     if reason is not None or config.dtype.name in stored_names(config.dtype.storage):
