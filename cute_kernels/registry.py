@@ -52,6 +52,8 @@ class KernelContract:
     features: see ``FEATURES``.
     least_rows: (head size, packed rows) pairs: sequences of fewer rows are left to another kernel,
         however many passes it takes. Empty: as soon as the other takes more than one.
+    max_copy_bytes: the kernel reads 16-bit copies of a call's keys, and a call whose copies would
+        need more memory is left to another kernel. 0: it reads the cache itself.
     """
 
     name: str
@@ -68,6 +70,7 @@ class KernelContract:
     kv_layouts: tuple[str, ...]
     features: tuple[str, ...]
     least_rows: tuple[tuple[int, int], ...] = ()
+    max_copy_bytes: int = 0
 
     def max_packed_rows(self, head_size: int) -> int:
         """Query rows (GQA group x query tokens) that one pass over K and V serves.
@@ -184,6 +187,7 @@ def _prefill_sm90_widened() -> KernelContract:
         # The copies' room for each sequence, and so the way, follows from the batch.
         features=_SM90_FEATURES,
         least_rows=tuple((size, widen_sm90.MIN_ROWS[storage][size]) for size in sizes),
+        max_copy_bytes=widen_sm90.MAX_BYTES,
     )
 
 

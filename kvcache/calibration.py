@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcache.checks import check_all, check_type
+import torch
+
+from kvcache.checks import check_all, check_type, described
 from kvcache.scales import KVScales, check_has_scales
 from kvcache.writes import Transaction
 
@@ -96,13 +98,13 @@ def load_kv_scales(
 
     Raises:
         ValueError: scales for another storage format; None and a file that names no dtype; a layer
-            with one scale only; one out of range; no scales.
+            with one scale only; one out of range, or of more than one dimension; no scales.
     """
     from safetensors import safe_open
 
     if kv_cache_dtype is not None:
         check_has_scales(kv_cache_dtype)
-    sides: dict[str, dict[str, tuple[float, ...]]] = {}
+    sides: dict[str, dict[str, torch.Tensor]] = {}
     with safe_open(path, "pt") as file:
         made_for = (file.metadata() or {}).get(_DTYPE_KEY, kv_cache_dtype)
         if made_for is None:
@@ -114,8 +116,7 @@ def load_kv_scales(
             layer, _, last = key.rpartition(".")
             side = last.removesuffix("_scale")
             if last.endswith("_scale") and side in _SIDES:
-                values = file.get_tensor(key).double().reshape(-1).tolist()
-                sides.setdefault(layer, {})[side] = tuple(values)
+                sides.setdefault(layer, {})[side] = file.get_tensor(key).double()
     if not sides:
         raise ValueError(f"{path}: holds no k_scale and v_scale")
     for layer, found in sides.items():
@@ -145,10 +146,14 @@ def apply_kv_scales(layers: Mapping[str, Any], scales: Mapping[str, KVScales]) -
         ValueError: a name that only one of the two has, or a number of heads that is not the
             layer's `num_kv_heads`; a layer whose `kv_cache_dtype` is not known here or takes no
             scales (where it has that attribute), or is of another storage format than the scales
-            are for. No layer is changed then.
+            are for.
+        TypeError: a name that is none, a layer that takes no attributes, scales that are no
+            `KVScales`. No layer is changed then.
     """
-    check_type("layers", layers, Mapping, "a mapping by layer name")
-    check_type("scales", scales, Mapping, "a mapping by layer name")
+    for what, mapping in (("layers", layers), ("scales", scales)):
+        check_type(what, mapping, Mapping, "a mapping by layer name")
+        for name in mapping:
+            check_type(f"{what}: name {name!r}", name, str, "a str")
     for what, missing in (
         ("layers", sorted(set(scales) - set(layers))),
         ("scales", sorted(set(layers) - set(scales))),
@@ -157,6 +162,9 @@ def apply_kv_scales(layers: Mapping[str, Any], scales: Mapping[str, KVScales]) -
             raise ValueError(f"{what}: has no {', '.join(missing)}")
     transaction = Transaction()
     for name, layer in layers.items():
+        check_type(f"{name}: scales", scales[name], KVScales, "KVScales")
+        if not (hasattr(layer, "__dict__") or hasattr(layer, "_k_scale")):
+            raise TypeError(f"{name}: got {described(layer)}; accepted: an attention layer")
         dtype = getattr(layer, "kv_cache_dtype", None)
         if dtype is not None:
             try:

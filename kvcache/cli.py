@@ -13,7 +13,14 @@ from rich.text import Text
 
 import cute_kernels
 from kvcache.blocks import get_preferred_block_size_for_config
-from kvcache.cli_common import console, kv_cache_dtype_option, read_model, refusing
+from kvcache.cli_common import (
+    batch_invariant_option,
+    console,
+    kv_cache_dtype_option,
+    read_model,
+    refusing,
+    text_only_option,
+)
 from kvcache.cli_doctor import doctor_command
 from kvcache.cli_kernels import cache_group, warmup_command
 from kvcache.config import capability_of
@@ -48,10 +55,11 @@ main.add_command(doctor_command)
     help="The GPU, like sm_90a.",
 )
 @kv_cache_dtype_option
-@click.option("--text-only", is_flag=True, help="No images will be sent to the model.")
+@text_only_option
+@batch_invariant_option
 @click.option("--verbose", is_flag=True, help="Also say what each kernel refuses, and why.")
 def explain_command(
-    model: Path, arch: str, kv_cache_dtype: str, text_only: bool, verbose: bool
+    model: Path, arch: str, kv_cache_dtype: str, verbose: bool, **asked: bool
 ) -> None:
     """Say for each kind of layer which kernels decode and prefill it, or why none does.
 
@@ -59,7 +67,7 @@ def explain_command(
     model's: tensor parallelism divides them.
     """
     try:
-        kinds = layer_kinds(read_model(model), kv_cache_dtype, arch, text_only=text_only)
+        kinds = layer_kinds(read_model(model), kv_cache_dtype, arch, **asked)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"{model}: {error}") from error
     reasons = [kind.why_unserved() for kind in kinds]
@@ -67,10 +75,10 @@ def explain_command(
     _print_whole(screen, _table(kinds, reasons))
     for kind, reason in zip(kinds, reasons, strict=True):
         if verbose and kind.config is not None:
-            screen.print(Text(f"{kind.name}: {explain(kind.config)}"))
-        if reason is not None and (kind.images or not verbose):
+            screen.print(Text(f"{kind.name}: {explain(kind.config, reason)}"))
+        elif reason is not None:
             screen.print(Text(f"{kind.name}: {reason}"))
-        elif reason is None and kind.config is not None and not verbose:
+        elif kind.config is not None:
             for caveat in caveats(kind.config):
                 screen.print(Text(f"{kind.name}: {caveat}"))
     if any(reason is not None for reason in reasons):

@@ -35,6 +35,12 @@ kv_cache_dtype_option = click.option(
     callback=refusing(is_quantized_kv_cache),
     help="Like fp8; auto is the model's.",
 )
+text_only_option = click.option(
+    "--text-only", is_flag=True, help="No images will be sent to the model."
+)
+batch_invariant_option = click.option(
+    "--batch-invariant", is_flag=True, help="Calls will have deterministic=True."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 

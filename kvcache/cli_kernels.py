@@ -20,11 +20,13 @@ from cute_kernels.compile.pool import Outcome, compile_into, default_workers
 from cute_kernels.compile.store import Entry, Store
 from cute_kernels.env import cache_directory
 from kvcache.cli_common import (
+    batch_invariant_option,
     console,
     json_option,
     kv_cache_dtype_option,
     read_model,
     refusing,
+    text_only_option,
 )
 from kvcache.config import capability_of
 from kvcache.warmup import WarmupPlan, plan_warmup
@@ -77,8 +79,8 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 )
 @click.option("--page-size", default="", callback=_numbers, help="Tokens of a page, like 16,64.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16"]), help="What the model computes in.")
-@click.option("--text-only", is_flag=True, help="No images will be sent to the model.")
-@click.option("--batch-invariant", is_flag=True, help="Calls will have deterministic=True.")
+@text_only_option
+@batch_invariant_option
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

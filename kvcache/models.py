@@ -78,9 +78,16 @@ class LayerKind:
         if config is None:
             return self.note if self.has_kv_cache else None
         reason = can_run(config)
-        if self.images and can_run(replace(config, bidirectional_spans=False)) is None:
-            return f"{reason}; served without images: --text-only, or text_only=True"
-        return reason
+        if reason is None or not self.images:
+            return reason
+        if can_run(replace(config, bidirectional_spans=False)) is not None:
+            return reason
+        # Nothing else stands in the way, so what single kernels refuse and other dtypes are no
+        # advice.
+        return (
+            "the tokens of an image see each other (bidirectional spans), which no kernel "
+            "implements; served without images: --text-only, or text_only=True"
+        )
 
 
 def layer_kinds(
@@ -89,6 +96,7 @@ def layer_kinds(
     capability: tuple[int, int] | str,
     *,
     text_only: bool = False,
+    batch_invariant: bool = False,
 ) -> list[LayerKind]:
     """The kinds of layers of a model, in the order in which they first occur.
 
@@ -96,6 +104,7 @@ def layer_kinds(
         model: the parsed `config.json`. In multimodal ones the text model is looked at.
         kv_cache_dtype, capability: as in `AttentionConfig`, for all layers.
         text_only: no images are sent, so attention among an image's tokens does not matter.
+        batch_invariant: as in `AttentionConfig`, for all layers.
 
     Raises:
         ValueError: a missing field, or one that cannot be right; the message names it.
@@ -109,7 +118,11 @@ def layer_kinds(
     shared_from = len(types) - _optional(text, "num_kv_shared_layers", 0, len(types))
     base = _full_attention(text, kv_cache_dtype, capability)
     images = not (text_only or base.bidirectional_spans) and _sees_images_both_ways(model, text)
-    base = replace(base, bidirectional_spans=base.bidirectional_spans or images)
+    base = replace(
+        base,
+        bidirectional_spans=base.bidirectional_spans or images,
+        batch_invariant=batch_invariant,
+    )
     kinds = []
     for name in dict.fromkeys(types):
         layers = tuple(index for index, kind in enumerate(types) if kind == name)

@@ -39,15 +39,16 @@ FORMS = ("", "_float", "_cpu")  # device tensor, Python float, host tensor
 class KVScales:
     """What the stored codes of one layer are multiplied by to give K and V.
 
-    k, v: a number, or one per KV head; kept as tuples of float32 values. For nvfp4 these are the
-    global scales.
+    k, v: a number, or one per KV head, as a tensor () or (Hkv,) too; kept as tuples of float32
+    values. For nvfp4 these are the global scales.
     kv_cache_dtype: what they were calibrated for; None where nobody said. Scales for another
     storage format are wrong by a constant factor (fp8's are 6 times nvfp4's), which nothing in
     their values shows.
 
     Raises:
         ValueError: none, or one that is not finite and within [2^-100, 2^100] as float32: a Python
-            float can round to 0 or infinity on the way to the device. A dtype without scales.
+            float can round to 0 or infinity on the way to the device. A tensor of more dimensions
+            or on the meta device. A dtype without scales.
     """
 
     k: tuple[float, ...]
@@ -310,6 +311,13 @@ def _kind(value: Any) -> str:
 def _as_tuple(name: str, values: Any) -> tuple[float, ...]:
     given = values
     if isinstance(values, torch.Tensor):
+        if values.dim() > 1:
+            raise ValueError(
+                f"{name}: got a torch.Tensor of shape {tuple(values.shape)}; accepted: (), (1,) or "
+                "(heads,)"
+            )
+        if values.is_meta:
+            raise ValueError(f"{name}: is on the meta device; load the model first")
         values = values.detach().reshape(-1).tolist()
     elif not isinstance(values, Iterable) or getattr(values, "ndim", None) == 0:
         values = (values,)

@@ -217,9 +217,15 @@ def classify_batch(config: AttentionConfig, query_tokens: int) -> BatchClass:
     return BatchClass("decode" if rows <= most else "prefill", rows, passes, kernel.name)
 
 
-def explain(config: AttentionConfig) -> str:
-    """Why each kernel is or is not usable for this configuration, in words, one line a fact."""
+def explain(config: AttentionConfig, why: str | None = None) -> str:
+    """Why each kernel is or is not usable for this configuration, in words, one line a fact.
+
+    Args:
+        why: it is not served, in the place of `can_run`'s reason; from who knows more about it.
+    """
     reason = can_run(config)
+    if reason is not None and why is not None:
+        reason = why
     lines = [f"{describe(config)}:"]
     for contract in contracts.readers():
         found = contracts.refusals(contract, config)
@@ -244,7 +250,24 @@ def _shares(config: AttentionConfig) -> str:
             shares.append(f"{kernel.name} serves sequences of up to {most} query tokens")
             first = most + 1
     rest = "those of more" if shares else "serves sequences of any number of query tokens"
-    return ", ".join((*shares, f"{kernels[-1].name} {rest}"))
+    return ", ".join((*shares, f"{kernels[-1].name} {rest}{_else(config, kernels)}"))
+
+
+def _else(config: AttentionConfig, kernels: tuple[KernelContract, ...]) -> str:
+    """Which calls the last kernel does not get, and who serves them, in words; "" if it gets all.
+
+    Where bits must not depend on the batch, a call's size does not choose the kernel.
+    """
+    last = kernels[-1]
+    splitting = [kernel for kernel in kernels if "split_keys" in kernel.features]
+    if config.batch_invariant or not splitting or "split_keys" in last.features:
+        return ""
+    copies = f" and copies of its keys fit {last.max_copy_bytes >> 20} MiB"
+    rows = splitting[-1].max_packed_rows(config.head_size)
+    return (
+        f", where the call has enough rows for the GPU{copies if last.max_copy_bytes else ''}; "
+        f"else {splitting[-1].name} serves all of it in passes of {rows} rows"
+    )
 
 
 def describe(config: AttentionConfig) -> str:

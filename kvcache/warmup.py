@@ -80,8 +80,14 @@ def plan_warmup(
     asked = _Asked({}, {})
     pages, sizes = tuple(page_sizes), tuple(tp_sizes)
     for architecture in architectures:
-        kinds = layer_kinds(model, kv_cache_dtype, capability_of(architecture), text_only=text_only)
-        kinds = [_as_asked(kind, query_dtype, batch_invariant) for kind in kinds]
+        kinds = layer_kinds(
+            model,
+            kv_cache_dtype,
+            capability_of(architecture),
+            text_only=text_only,
+            batch_invariant=batch_invariant,
+        )
+        kinds = [_as_asked(kind, query_dtype) for kind in kinds]
         for size in sizes:
             for kind, workload, refusal in _workloads(kinds, size, pages, max_query_tokens):
                 units = [] if workload is None else units_for(workload, architecture)
@@ -121,11 +127,10 @@ def _sentences(sizes_by_text: dict[str, list[int]]) -> tuple[str, ...]:
     return tuple(text % "/".join(map(str, sizes)) for text, sizes in sizes_by_text.items())
 
 
-def _as_asked(kind: LayerKind, query_dtype: str | None, batch_invariant: bool) -> LayerKind:
-    if kind.config is None:
+def _as_asked(kind: LayerKind, query_dtype: str | None) -> LayerKind:
+    if kind.config is None or query_dtype is None:
         return kind
-    config = replace(kind.config, batch_invariant=batch_invariant)
-    return replace(kind, config=replace(config, query_dtype=query_dtype or config.query_dtype))
+    return replace(kind, config=replace(kind.config, query_dtype=query_dtype))
 
 
 def _workloads(

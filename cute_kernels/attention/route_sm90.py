@@ -24,8 +24,6 @@ from cute_kernels.attention.widen_sm90 import config as widen_sm90
 # With fewer items than this part of the SMs the prefill kernel, one item an SM, is slower than the
 # decode kernel, which uses all SMs at a third of the speed per SM.
 _MIN_ITEMS_PER_SM = 1 / 3
-# The most memory for widened keys.
-_MAX_WIDENED_BYTES = 1 << 29
 
 
 class Bounds(NamedTuple):
@@ -105,7 +103,7 @@ def _capacity(bounds: Bounds, skip_rows: int) -> int:
     rows = bounds.max_seqlen_q * bounds.group
     least = widen_sm90.min_rows(bounds.kv_format, bounds.head_size)
     wanted = least is not None and rows >= least
-    return tokens if wanted and size <= _MAX_WIDENED_BYTES else 0
+    return tokens if wanted and size <= widen_sm90.MAX_BYTES else 0
 
 
 def can_run(problem: AttentionProblem) -> str | None:

@@ -83,8 +83,12 @@ def test_a_file_that_names_no_dtype_is_believed_to_be_what_the_caller_says(path)
             {"a.k_scale": torch.tensor(0.0), "a.v_scale": torch.tensor(1.0)},
             r"scales\.safetensors: a: k scale: got \(0\.0,\); accepted: finite",
         ),
+        (
+            {"a.k_scale": torch.ones(2, 2), "a.v_scale": torch.tensor(1.0)},
+            r"scales\.safetensors: a: k scale: got a torch.Tensor of shape \(2, 2\)",
+        ),
     ),
-    ids=("one side", "no scales", "zero"),
+    ids=("one side", "no scales", "zero", "matrix"),
 )
 def test_a_file_that_cannot_be_is_refused(path, tensors, message):
     safetensors_torch.save_file(tensors, path)
@@ -155,6 +159,26 @@ def test_a_mismatch_is_caught_by_name_and_changes_nothing(scales, message):
     with pytest.raises(ValueError, match=message):
         apply_kv_scales(layers, scales)
     assert [snapshot(layer) for layer in layers.values()] == before
+
+
+@pytest.mark.parametrize(
+    ("layers", "scales", "message"),
+    (
+        ({}, {"b": {"k": 1.0}}, "b: scales: got a dict; accepted: KVScales"),
+        ({}, {"b": 0.5}, "b: scales: got a float; accepted: KVScales"),
+        ({}, {"b": None}, "b: scales: got a NoneType; accepted: KVScales"),
+        ({"b": None}, {}, "b: got a NoneType; accepted: an attention layer"),
+        ({"b": {}}, {}, "b: got a dict; accepted: an attention layer"),
+        ({5: Layer()}, {}, "layers: name 5: got a int; accepted: a str"),
+        ({}, {5: SCALES[0]}, "scales: name 5: got a int; accepted: a str"),
+    ),
+)
+def test_what_is_no_layer_or_no_scales_is_refused_by_name(layers, scales, message):
+    layers = {"a": Layer(), "b": Layer(), **layers}
+    before = snapshot(layers["a"])
+    with pytest.raises(TypeError, match=f"^{message}"):
+        apply_kv_scales(layers, {"a": SCALES[0], "b": SCALES[0], **scales})
+    assert snapshot(layers["a"]) == before
 
 
 def test_layers_take_scales_of_their_own_cache_dtype_only():

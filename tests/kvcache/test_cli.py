@@ -133,6 +133,7 @@ def test_options():
         refused = explain("gemma-4-31b", "--kv-cache-dtype", "fp8", *verbose)
         assert refused.exit_code == 1
         assert refused.output.count("served without images: --text-only") == 2
+        assert "other kv_cache_dtype" not in refused.output
         served = explain("gemma-4-31b", "--kv-cache-dtype", "fp8", "--text-only", *verbose)
         assert served.exit_code == 0 and "without images" not in served.output
     # Images are not all that stands in the way.
@@ -142,9 +143,29 @@ def test_options():
     writers = "kvcache.paged and cute_kernels.reshape_and_cache"
     assert "  decode_sm90 reads it\n  decode_sm90_16_bits cannot" in verbose
     assert "  prefill_sm90 reads it\n  prefill_sm90_16_bits cannot" in verbose
-    shares = "decode_sm90 serves sequences of up to 16 query tokens, prefill_sm90 those of more"
+    shares = (
+        "decode_sm90 serves sequences of up to 16 query tokens, prefill_sm90 those of more, where "
+        "the call has enough rows for the GPU; else decode_sm90 serves all of it in passes of 64 "
+        "rows"
+    )
     assert f"\n  {writers} write it\n  {shares}\n  served\n" in verbose
     assert "  served" not in explain("llama-3.1-8b", "--kv-cache-dtype", "fp8").output
+
+
+def test_batch_invariance_is_asked_for_as_in_warmup():
+    """Prefill from nvfp4 copies follows from the batch; from fp8 no call is sent elsewhere."""
+    nvfp4 = ("gemma-4-defaults", "--kv-cache-dtype", "nvfp4", "--batch-invariant")
+    assert rows(explain(*nvfp4).output)["sliding_attention"][4:6] == ["decode_sm90"] * 2
+    verbose = explain(*nvfp4, "--verbose").output
+    assert "  prefill_sm90_widened cannot read it: bits independent of the batch, which" in verbose
+    options = ("--kv-cache-dtype", "fp8", "--verbose", "--batch-invariant")
+    assert "query tokens, prefill_sm90 those of more\n" in explain("llama-3.1-8b", *options).output
+    commands = (main.commands[name] for name in ("explain", "warmup"))
+    helps = [
+        {option.help for option in each.params if option.name == "batch_invariant"}
+        for each in commands
+    ]
+    assert helps[0] == helps[1] != set()
 
 
 def test_the_models_own_dtype_is_what_it_stores_without_the_option():

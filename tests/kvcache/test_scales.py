@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import numpy as np
@@ -59,6 +60,23 @@ def test_scales_are_checked_as_float32(bad):
         KVScales(bad, 1.0)
     with pytest.raises(ValueError, match="v scale: got "):
         KVScales(1.0, bad)
+
+
+@pytest.mark.parametrize("shape", ((2, 2), (1, 1), (4, 1)))
+def test_tensors_of_more_dimensions_are_not_flattened(shape):
+    accepted = r"accepted: \(\), \(1,\) or \(heads,\)"
+    message = f"got a torch.Tensor of shape {re.escape(str(shape))}; {accepted}"
+    with pytest.raises(ValueError, match=f"^k scale: {message}"):
+        KVScales(torch.ones(shape), 1.0)
+    with pytest.raises(ValueError, match=f"^v_absmax: {message}"):
+        suggest_scales(1.0, torch.ones(shape), "fp8")
+    assert KVScales(torch.ones(1), torch.ones(3)) == KVScales(1.0, (1.0,) * 3)
+
+
+def test_tensors_on_the_meta_device_hold_no_scales():
+    for shape in ((), (4,)):
+        with pytest.raises(ValueError, match="^v scale: is on the meta device; load the model"):
+            KVScales(1.0, torch.ones(shape, device="meta"))
 
 
 def test_the_ends_of_the_range():

@@ -335,9 +335,11 @@ def test_explain_says_which_kernel_and_why_not(monkeypatch):
     ]
     pretend_kernels(monkeypatch, DECODE_SM90, PREFILL_SM90, PREFILL_16_BITS)
     shared = selection.explain(config()).splitlines()
-    assert "  decode_sm90 serves sequences of up to 4 query tokens, prefill_sm90 those of more" in (
-        shared
-    )
+    assert (
+        "  decode_sm90 serves sequences of up to 4 query tokens, prefill_sm90 those of more, where "
+        "the call has enough rows for the GPU; else decode_sm90 serves all of it in passes of 32 "
+        "rows"
+    ) in shared
     wide = config(kv_cache_dtype="auto", head_size=64)
     alone = selection.explain(wide).splitlines()
     assert "  prefill_sm90_16_bits serves sequences of any number of query tokens" in alone
@@ -354,6 +356,26 @@ def test_explain_says_which_kernel_and_why_not(monkeypatch):
     assert f"not served: {selection.can_run(config(kv_cache_dtype='nvfp4'))}" in refused
     swizzled = selection.explain(config(kv_cache_dtype="nvfp4", v_scale_layout="sm100"))
     assert "V scales in sm100 order, the kernel reads linear ones" in swizzled
+
+
+def test_explain_says_when_long_sequences_are_left_to_decode():
+    asked = config(kv_cache_dtype="nvfp4", head_size=128, num_q_heads=16)
+    assert (
+        "  decode_sm90 serves sequences of up to 255 query tokens, prefill_sm90_widened those of "
+        "more, where the call has enough rows for the GPU and copies of its keys fit 512 MiB; else "
+        "decode_sm90 serves all of it in passes of 64 rows"
+    ) in selection.explain(asked).splitlines()
+    # A group larger than decode's pass: all is prefill's, in calls of enough rows.
+    wide = selection.explain(config(num_q_heads=512)).splitlines()
+    assert (
+        "  prefill_sm90 serves sequences of any number of query tokens, where the call has enough "
+        "rows for the GPU; else decode_sm90 serves all of it in passes of 32 rows"
+    ) in wide
+    fixed = dataclasses.replace(asked, batch_invariant=True)
+    line = "  decode_sm90 serves sequences of any number of query tokens"
+    assert line in selection.explain(fixed).splitlines()
+    line = "  decode_sm90 serves sequences of up to 4 query tokens, prefill_sm90 those of more"
+    assert line in selection.explain(config(batch_invariant=True)).splitlines()
 
 
 def test_prefill_without_a_kernel_for_it_is_called_slow(monkeypatch):

@@ -18,6 +18,8 @@ MIN_ROWS = {
 }
 # Fewer query tokens never make widening the keys worth a choice by their number.
 _LONG_QUERIES = 256
+# The most memory for a call's widened keys.
+MAX_BYTES = 1 << 29
 # The room for a sequence's keys grows in such steps: a step is planned anew.
 _STEP = 2048
 
