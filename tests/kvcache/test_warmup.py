@@ -208,9 +208,10 @@ def test_the_indexer_and_unknown_layers_of_deepseek_v4_are_named():
         assert "on sm_90a, TP 1/8: layers of type" in line
     indexer = [planned for planned in found.units if "indexer" in " ".join(planned.reasons)]
     assert not [line for line in found.unserved if line.startswith("indexer")]
-    # Q: two formats, few and many rows. K: two formats, windows of 8 and of 128 rows.
+    # Q: two formats, few and many rows, these sizes and any. K: two formats, windows of 8 rows, of
+    # 128 and of any number.
     assert sorted(planned.unit.kernel for planned in indexer) == (
-        ["indexer_claim"] + ["indexer_k_sm90"] * 4 + ["indexer_q_sm90"] * 4
+        ["indexer_claim"] + ["indexer_k_sm90"] * 6 + ["indexer_q_sm90"] * 8
     )
     assert {planned.reasons for planned in indexer} == {
         ("indexer (64 heads of 128) on sm_90a, TP 1/8",)
