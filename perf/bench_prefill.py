@@ -144,13 +144,19 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1))
 @click.option("--commit", help="what to record where there is no git repository")
+@click.option("--list", "list_only", is_flag=True, help="print the cases and stop")
 def main(
     cases: tuple[str, ...],
     providers: tuple[str, ...],
     json_path: str | None,
     rounds: int,
     commit: str | None,
+    list_only: bool,
 ) -> None:
+    if list_only:
+        for case in ALL_CASES:
+            click.echo(case.name)
+        return
     wanted = [text.lower() for text in cases]
     chosen = [
         case

@@ -168,6 +168,10 @@ def _read(path: str) -> list[dict[str, Any]]:
         raise click.ClickException(f"{path}: {error}") from None
 
 
+def _kinds(rows: list[dict]) -> str:
+    return "/".join(sorted({str(row.get("op")) for row in rows})) or "nothing"
+
+
 @click.command(help="Compare result rows of equal workloads; refuse all others.")
 @click.argument("results", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--provider", default="cute_kernels", show_default=True)
@@ -215,7 +219,12 @@ def main(
         figures = (f"{old['median_us']:.1f}", f"{new['median_us']:.1f}", f"{result.speedup:.2f}")
         table.add_row(old["case"], against, *figures)
     if not (table.row_count or refused or skipped):
-        raise click.ClickException(f"nothing to compare with {provider}")
+        given = [
+            f"{path}: {len(rows)} rows of {_kinds(rows)}"
+            for path, rows in zip(results, files, strict=True)
+        ]
+        text = f"nothing to compare with {provider}: no case has another row ({'; '.join(given)})"
+        raise click.ClickException(text)
     for path, rows in zip(results, files, strict=True):
         for machine in dict.fromkeys(map(described, rows)):
             click.echo(f"{path}: {machine}")

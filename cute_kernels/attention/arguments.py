@@ -161,7 +161,7 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
     """
     if others:
         _check_others(others)
-    if fa_version is not None and (isinstance(fa_version, torch.Tensor) or fa_version != 4):
+    if fa_version is not None and not (_is_int(fa_version) and fa_version == 4):
         refuse("fa_version", describe(fa_version), "None or 4, an int")
     if not isinstance(q, torch.Tensor) or q.dtype not in _Q_DTYPES or q.dim() != 3:
         refuse("q", describe(q), "a bfloat16 or float16 (total_q, Hq, D) tensor")

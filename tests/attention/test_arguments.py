@@ -93,6 +93,7 @@ INVALID = {
         (bf16(1, 2), bf16(3)),
         r"k: got a tuple of 2: bfloat16 \(1, 2\) .*; bfloat16 \(3,\) .*accepted: \(num_blocks",
     ),
+    "version-real": ("fa_version", 4.0, "fa_version: got 4.0; accepted: None or 4, an int"),
     "version-text": ("fa_version", "4", "fa_version: got '4'; accepted: None or 4, an int"),
     "out-expanded": ("out", bf16(1, 8, 64).expand(4, 8, 64), "out: .*do not share memory"),
     "scale-nan": ("softmax_scale", math.nan, "softmax_scale: got nan; accepted: .*finite"),

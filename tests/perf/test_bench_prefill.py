@@ -68,6 +68,11 @@ def test_contenders(monkeypatch):
     assert taken == [["cute_kernels", "triton_baseline"], ["torch_flex_attention"]]
 
 
+def test_the_cases_are_listed():
+    done = CliRunner().invoke(main, ["--list"])
+    assert done.exit_code == 0 and done.output.splitlines() == [case.name for case in ALL_CASES]
+
+
 def test_refusals(monkeypatch):
     done = CliRunner().invoke(main, ["--cases", "D96"])
     assert done.exit_code == 2 and "no case matches; known: B1 S8192" in done.output

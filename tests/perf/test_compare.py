@@ -189,7 +189,9 @@ def test_cli_refuses_runs_with_other_libraries(tmp_path):
 def test_cli_says_when_there_is_nothing_to_compare(tmp_path):
     done = run_cli(tmp_path, [make_test_row(BASELINE)])
     assert done.exit_code == 1
-    assert "nothing to compare with cute_kernels" in done.output
+    message = " ".join(done.output.split())
+    assert "nothing to compare with cute_kernels: no case has another row" in message
+    assert "1 rows of decode" in message
 
 
 def test_cli_names_both_machines_and_what_it_leaves_out(tmp_path):
