@@ -1,4 +1,4 @@
-"""Prefill attention over a paged FP8 or NVFP4 KV cache: ours and the Triton baseline.
+"""Prefill attention over a paged FP8, NVFP4 or bf16 KV cache: ours and the Triton baseline.
 
     python -m perf.bench_prefill                    every case, table on the terminal
     python -m perf.bench_prefill --cases D512 --json results.json
@@ -132,7 +132,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     Console(width=118).print(table)
 
 
-@click.command(help="Time prefill attention over a paged FP8 or NVFP4 KV cache: ours and Triton.")
+@click.command(
+    help="Time prefill attention over a paged FP8, NVFP4 or bf16 KV cache: ours and Triton."
+)
 @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
 @click.option(
     "--providers",

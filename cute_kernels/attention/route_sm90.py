@@ -58,12 +58,11 @@ def route(bounds: Bounds, sm_count: int) -> Route:
     if bounds.kv_format == "nvfp4":
         return _route_nvfp4(bounds, sm_count)
     most = decode_rows(bounds.head_size)
+    long = bounds.max_seqlen_q * bounds.group > most
     if bounds.deterministic:
         # Bits would depend on the batch if it decided which kernel serves a sequence.
-        all_long = bounds.batch * bounds.max_seqlen_q <= bounds.total_q
-        long = bounds.max_seqlen_q * bounds.group > most
-        return Route(not (long and all_long), long, 0 if long and all_long else most)
-    if bounds.max_seqlen_q * bounds.group <= most or _few_items(bounds, sm_count):
+        return _shared(bounds, most) if long else Route(True, False, most)
+    if not long or _few_items(bounds, sm_count):
         return Route(True, False, UNLIMITED)
     return _shared(bounds, most)
 
@@ -72,7 +71,7 @@ def _route_nvfp4(bounds: Bounds, sm_count: int) -> Route:
     """Prefill reads copies only: what is too short or too large for them is decode's, in chunks of
     rows."""
     least = widen_sm90.min_rows(bounds.kv_format, bounds.head_size)
-    if least is not None and not bounds.deterministic and not _few_items(bounds, sm_count):
+    if least is not None and not _few_items(bounds, sm_count):
         chosen = _shared(bounds, least - 1)
         if chosen.capacity:
             return chosen
@@ -97,6 +96,8 @@ def _shared(bounds: Bounds, most: int) -> Route:
 
 def _capacity(bounds: Bounds, skip_rows: int) -> int:
     """See ``Route``. Bits would depend on the batch, so deterministic calls have none."""
+    if bounds.deterministic:
+        return 0
     tokens = -(-bounds.keys // widen_sm90.BLOCK_TOKENS) * widen_sm90.BLOCK_TOKENS
     copies = widen_sm90.most_copies(bounds.batch, bounds.total_q * bounds.group, skip_rows)
     size = 4 * copies * tokens * bounds.kv_heads * bounds.head_size

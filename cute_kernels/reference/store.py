@@ -146,10 +146,7 @@ def check_store(
     if v_scale_layout == "sm100":
         _check_swizzle("v_scale_layout", key_cache.shape[1], key.shape[2] // NVFP4_GROUP)
     _check_memory(key_cache, value_cache)
-    for name, x in (("key", key), ("value", value)):
-        for cache in (key_cache, value_cache):
-            if have_addresses(x, cache) and reach_into(x, cache):
-                raise ValueError(f"{name}: got memory of the cache; accepted: memory apart from it")
+    _check_apart(key, value, key_cache, value_cache)
     return storage
 
 
@@ -365,6 +362,16 @@ def _check_memory(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
             "key_cache and value_cache: got the same memory; accepted: two sides of a cache, which "
             "may be interleaved"
         )
+
+
+def _check_apart(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> None:
+    """What is stored must not be memory that is written meanwhile."""
+    for name, x in (("key", key), ("value", value)):
+        for cache in (key_cache, value_cache):
+            if have_addresses(x, cache) and reach_into(x, cache):
+                raise ValueError(f"{name}: got memory of the cache; accepted: memory apart from it")
 
 
 def _check_cache(cache: torch.Tensor, name: str, storage: str) -> None:
