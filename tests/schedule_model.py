@@ -50,6 +50,7 @@ class Batch:
     max_ctas: int = 8
     min_tiles: int = 1
     splits: tuple[int, int, int] = (0, 0, 0)
+    gap_asked: int = 0
     abreast: int = 1
     place: int = 0
 
@@ -57,7 +58,7 @@ class Batch:
     def shape(self) -> Any:
         magic = -(-(1 << 32) // self.group)
         heads = (self.kv_heads, self.group, magic)
-        limits = (self.left, self.right, self.min_tiles, 0, plan.UNLIMITED)
+        limits = (self.left, self.right, self.min_tiles, self.gap_asked, 0, plan.UNLIMITED)
         sets = (self.abreast, self.place)
         return plan.Shape(len(self.kv_lens), *heads, *limits, *self.splits, *sets)
 
@@ -76,7 +77,8 @@ class Batch:
         """Where each sequence's items begin on the line, and where the line ends."""
         starts = [0]
         for seq in self.sequences:
-            starts.append(starts[-1] + seq.tiles * seq.chunks * self.kv_heads)
+            length = (seq.tiles + self.gap) * (seq.tiles > 0)
+            starts.append(starts[-1] + length * seq.chunks * self.kv_heads)
         return starts
 
     @property
@@ -84,7 +86,13 @@ class Batch:
         return self.starts[-1]
 
     def line_of(self, b: int, item: int) -> int:
-        return self.starts[b] + item * self.sequences[b].tiles
+        """Where an item's first tile is."""
+        return self.starts[b] + item * (self.sequences[b].tiles + self.gap) + self.gap
+
+    @property
+    def gap(self) -> int:
+        """Before each item on the line."""
+        return self.stretches[0].gap
 
     @cached_property
     def stretches(self) -> list[Any]:
@@ -120,6 +128,7 @@ class Batch:
             assert segment.head == head_set * self.abreast + self.place
             done += segment.count
             b, item, tile = plan.after_segment(segment, self.shape, tile, stretch.item_step)
+            done += 0 if tile else stretch.gap
             started = started if tile else 0
         return parts
 

@@ -49,7 +49,7 @@ def check_stretches(batch: Batch) -> None:
     assert first.ctas == 1 or min(counts) >= batch.min_tiles
     for stretch in filter(lambda s: s.count, working):
         if stretch.skip:
-            assert any(batch.splits)
+            assert any(batch.splits) or stretch.skip <= batch.gap
             continue  # where it goes on is seen from the parts
         seq = batch.sequences[stretch.b]
         assert 0 <= stretch.tile < seq.tiles
@@ -61,6 +61,7 @@ def check_parts_cover_the_items(batch: Batch) -> None:
     """Every tile of the line is in one part, and no part crosses the end of its item."""
     line = 0
     for part in sorted(batch.parts, key=lambda part: (part.b, part.item, part.tile)):
+        line += 0 if part.tile else batch.gap
         assert line == batch.line_of(part.b, part.item) + part.tile
         assert 0 < part.count <= batch.sequences[part.b].tiles - part.tile
         line += part.count
@@ -72,6 +73,7 @@ def check_owners(batch: Batch) -> None:
     ctas = batch.stretches[0].ctas
     for cta, stretch in enumerate(batch.stretches):
         if stretch.item_step == 1 and stretch.count:
+            assert stretch.gap == batch.gap
             tiles = {stretch.begin, stretch.begin + stretch.count - 1}
             tiles |= set(range(stretch.begin, stretch.begin + min(stretch.count, 200)))
             assert {plan.cta_of_tile(tile, batch.total, ctas) for tile in tiles} == {cta}
@@ -182,6 +184,7 @@ def batches(draw: Any) -> Batch:
         right=draw(st.sampled_from((0, 0, UNLIMITED, 1, 100))),
         max_ctas=draw(st.integers(1, 40)),
         min_tiles=draw(st.sampled_from((1, 2, 8, 16))),
+        gap_asked=draw(st.sampled_from((0, 0, 1, 3, 20))),
         splits=draw(st.sampled_from(((0, 0, 0), (0, 0, 0), (8, 4, 16), (64, 4, 8), (3, 1, 2)))),
         abreast=abreast,
         place=draw(st.integers(0, abreast - 1)),

@@ -256,6 +256,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
             b, item, tile = after_segment(segment, shape, tile, self.plan().item_step)
             if tile == 0:
                 started = Int32(0)
+                at = at + self.plan().gap
         if const_expr(not config.loader_only):
             parts = self.parts_of_place(partial, self.plan())
             if (shared & 1) != 0:

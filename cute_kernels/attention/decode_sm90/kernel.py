@@ -85,7 +85,8 @@ class Scalars(NamedTuple):
     """softmax_scale; softcap, 0 for none; window sides (``UNLIMITED`` for none); the CTA grid.
 
     min_rows, max_rows: sequences of at most so many, or of more packed rows are not written.
-    splits, split_least, split_most, abreast: see ``tile_schedule.Shape``; abreast divides ctas.
+    min_tiles, gap, splits, split_least, split_most, abreast: see ``tile_schedule.Shape``; abreast
+    divides ctas.
     """
 
     softmax_scale: Float32
@@ -94,6 +95,7 @@ class Scalars(NamedTuple):
     window_right: Int32
     ctas: Int32
     min_tiles: Int32
+    gap: Int32
     min_rows: Int32
     max_rows: Int32
     splits: Int32
@@ -134,6 +136,7 @@ class DecodeSm90:
             scalars.window_left,
             scalars.window_right,
             scalars.min_tiles,
+            scalars.gap,
             scalars.min_rows,
             scalars.max_rows,
             scalars.splits,
@@ -219,7 +222,7 @@ class DecodeSm90:
         if tid == 0:
             plan = smem.plan
             dsl.st_shared_b32x4(plan, stretch.total, stretch.ctas, stretch.item_step, cta)
-            dsl.st_shared_b32x2(plan + 16, shape.place, Int32(0))
+            dsl.st_shared_b32x2(plan + 16, shape.place, stretch.gap)
         cute.arch.sync_threads()
         if warp >= PRODUCER_WARP:
             if const_expr(config.consumer_registers > 0):

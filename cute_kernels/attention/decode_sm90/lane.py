@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     item_step: Int32
     cta: Int32
     place: Int32
+    gap: Int32
 
 
 class ConsumerSmem(NamedTuple):
@@ -53,7 +54,7 @@ class ConsumerSmem(NamedTuple):
     (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score
     into a log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two entries
     of SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
-    plan: a ``Plan`` and 3 unused words.
+    plan: a ``Plan`` and 2 unused words.
     """
 
     p: Int32
@@ -128,7 +129,7 @@ class ConsumerLane:
 
     def plan(self) -> Plan:
         words = dsl.ld_shared_b32x4(self.smem.plan)
-        return Plan(*words, dsl.ld_shared_b32x2(self.smem.plan + 16)[0])
+        return Plan(*words, *dsl.ld_shared_b32x2(self.smem.plan + 16))
 
     def barrier(self):
         cute.arch.barrier(

@@ -144,12 +144,21 @@ def launch_of(
     ctas = grid_ctas(config, arch.sm_count)
     ctas = ctas - ctas % abreast
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.tile_bytes))
+    gap = max(1, min_tiles // 2)
     fixed = fixed_splits(config) if problem.deterministic else FixedSplits()
     function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),
         operand_sizes(problem, k),
-        (*score_scalars(problem), ctas, min_tiles, *row_range, *fixed, abreast),
+        (
+            *score_scalars(problem),
+            ctas,
+            min_tiles,
+            max(1, min_tiles // 2),
+            *row_range,
+            *fixed,
+            abreast,
+        ),
     )
     workspace = max(2, fixed.splits) * ctas * config.rows * (config.head_size + 2)
     return SplitKvLaunch(function, q.device, arguments, workspace, ctas)

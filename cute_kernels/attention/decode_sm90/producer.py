@@ -210,14 +210,13 @@ class Producer:
         whole = Int32(0)
         if const_expr(config.block_scaled):
             whole = self.scales_are_whole()
-        done = stretch.skip
+        line = stretch.begin + stretch.skip
+        end = stretch.begin + stretch.count
         b, item, tile = stretch.b, stretch.item, stretch.tile
         slot = Int32(0)
         phase = Int32(1)
-        while done < stretch.count:
-            segment = segment_at(
-                self.lengths, shape, b, item, tile, stretch.count - done, config.rows
-            )
+        while line < end:
+            segment = segment_at(self.lengths, shape, b, item, tile, end - line, config.rows)
             b = segment.b
             last_token = segment.seq.used - 1
             run_start = Int32(0)
@@ -287,7 +286,9 @@ class Producer:
                         if slot == config.stages:
                             slot = Int32(0)
                             phase = phase ^ 1
-            done = done + segment.count
+            line = line + segment.count
             b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
+            if tile == 0:
+                line = line + stretch.gap
         if const_expr(config.block_scaled):
             dsl_nvfp4.wait_for_copies()
