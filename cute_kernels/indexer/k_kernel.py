@@ -15,6 +15,7 @@ the last, in longer ones that which `tokens.ClaimRows`, launched before, let win
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -192,13 +193,12 @@ class IndexerK(Compressor):
         # Factors come before they are needed: with the window, or, where many warps leave fewer
         # registers, while those are waited for.
         row = Row(position_of(tokens, token), sequence_of(tokens, token))
+        look = partial(self._is_repeated, mSlots, tokens, token)
         if const_expr(self.config.warps == 1):
             factors = self._factors_of(tokens, rotary, norm, row.position, state.head_size)
-            channels = self.window(state, row)
-            repeated = self._is_repeated(mSlots, tokens, token)
+            channels, repeated = self.window(state, row, look)
         else:
-            channels = self.window(state, row)
-            repeated = self._is_repeated(mSlots, tokens, token)
+            channels, repeated = self.window(state, row, look)
             position = position_of(tokens, token)
             factors = self._factors_of(tokens, rotary, norm, position, state.head_size)
         compressed, repeated = self.compressed(shared, channels, repeated)
@@ -368,13 +368,16 @@ class IndexerK(Compressor):
             lane, batch = cute.arch.lane_idx(), 32 * _BATCH
             first = token + 1 + self.warp() * batch
             step = self.config.warps * batch
+            slots = mSlots.iterator.toint()
             for start in cutlass.range(first, tokens.tokens, step, unroll=1):
-                places = [start + lane + 32 * k for k in range(_BATCH)]
-                slots = [mSlots[dsl_store.min_s32(place, last)] for place in places]
+                places = [dsl_store.min_s32(start + lane + 32 * k, last) for k in range(_BATCH)]
+                # Low halves first: slots that exist have nothing in the others.
+                halves = [dsl_store.ld_global_b32(slots + Int64(place) * 8) for place in places]
                 for k in cutlass.range_constexpr(_BATCH):
-                    if slots[k] == slot and places[k] <= last:
-                        position = position_of(tokens, places[k])
-                        found = found | completes(tokens, slot, position)
+                    if halves[k] == Int32(slot) and places[k] > token:
+                        if mSlots[places[k]] == slot:
+                            position = position_of(tokens, places[k])
+                            found = found | completes(tokens, slot, position)
             found = dsl.warp_max_b32(found)
         return found
 

@@ -61,10 +61,13 @@ class ClaimRows:
             grid=(cute.ceil_div(tokens.tokens, _THREADS), 1, 1),
             block=(_THREADS, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, mSlots: cute.Tensor, tokens: Tokens):
+        # In this order: what is launched now may read what the kernels before this one wrote.
+        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()

@@ -100,15 +100,16 @@ class Compressor:
         return tid >> 5
 
     @cute.jit
-    def window(self, state: State, row: Row):
-        """The softmax of the warp's rows of the window, in each channel of each lane, by vector."""
+    def window(self, state: State, row: Row, meanwhile):
+        """The softmax of the warp's rows of the window, in each channel of each lane, by vector;
+        and what `meanwhile()` returns, which is called once loads are in flight."""
         if const_expr(not self.config.loop):
             first = self.warp() * WINDOW_ROWS
-            address = self._addresses(state, row, first)
-            channels = [
-                self._batch(state, row, first, address, v, None) for v in range(self.config.vectors)
-            ]
+            words = self._state_words(state, self._addresses(state, row, first), 0)
+            result = meanwhile()
+            channels = [self._softmax(state, row, first, words, None)]
         else:
+            result = meanwhile()
             empty = (dsl.NEG_INF, 0.0, 0.0)
             channels = [
                 [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
@@ -119,8 +120,9 @@ class Compressor:
                 first = batch * WINDOW_ROWS
                 address = self._addresses(state, row, first)
                 for v in cutlass.range_constexpr(self.config.vectors):
-                    channels[v] = self._batch(state, row, first, address, v, channels[v])
-        return channels
+                    words = self._state_words(state, address, v)
+                    channels[v] = self._softmax(state, row, first, words, channels[v])
+        return channels, result
 
     def compressed(self, shared: Int32, channels, flag: Int32):
         """The compressed channels of each lane, by vector, and the largest flag of all warps; right
@@ -153,12 +155,15 @@ class Compressor:
             address = address + state.late
         return address
 
-    def _batch(self, state: State, row: Row, first: Int32, address: Int64, v: int, channels):
-        """The channels of one vector after the rows that `_addresses` found."""
+    def _state_words(self, state: State, address: Int64, v: int):
+        """Of the lane's channels of a vector, in the rows at `address`."""
         channel = v * WARP_CHANNELS + cute.arch.lane_idx() * LANE_CHANNELS
         # Lanes past the row load channels of others, and are not stored.
         channel = dsl_store.min_s32(channel, state.head_size - LANE_CHANNELS)
-        words = self._load(state, address, Int64(channel) * state.element)
+        return self._load(state, address, Int64(channel) * state.element)
+
+    def _softmax(self, state: State, row: Row, first: Int32, words, channels):
+        """The channels of a vector after the rows whose words `_state_words` loaded."""
         entries, scores = [], []
         for r in range(WINDOW_ROWS):
             keep = self._exists(state, row, first + r)

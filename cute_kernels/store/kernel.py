@@ -122,11 +122,16 @@ class ClaimSlots:
     @cute.jit
     def __call__(self, mSlots: cute.Tensor, tokens: Int32, capacity: Int64, owner: Int64, stream):
         self.kernel(mSlots, tokens, capacity, owner).launch(
-            grid=(cute.ceil_div(tokens, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(cute.ceil_div(tokens, THREADS), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, mSlots: cute.Tensor, tokens: Int32, capacity: Int64, owner: Int64):
+        # In this order: what is launched now may read what the kernels before this one wrote.
+        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
