@@ -154,7 +154,7 @@ def launch_of(
             *score_scalars(problem),
             ctas,
             min_tiles,
-            max(1, min_tiles // 2),
+            gap,
             *row_range,
             *fixed,
             abreast,
