@@ -195,10 +195,10 @@ def red_add_release_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def atomic_add_acq_rel_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
-    """Add to global memory; returns the value before."""
-    ptx = "atom.add.acq_rel.gpu.global.s32 $0, [$1], $2;"
-    return _asm([Int32], [address, x], ptx, "=r,l,r,~{memory}", True, loc, ip)
+def red_inc_gpu(address: Int64, last: Int32, *, loc=None, ip=None):
+    """Count up in global memory, from ``last`` on to 0. Waits for nothing and orders nothing."""
+    ptx = "red.inc.gpu.global.u32 [$0], $1;"
+    _asm([], [address, last], ptx, "l,r,~{memory}", True, loc, ip)
 
 
 @dsl_user_op

@@ -259,7 +259,6 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                 at = at + self.plan().gap
         if const_expr(not config.loader_only):
             parts = self.parts_of_place(partial, self.plan())
-            if (shared & 1) != 0:
-                self.finish(output, parts, Int32(0))
-            if (shared & 2) != 0:
-                self.finish(output, parts, Int32(1))
+            for which in cutlass.range(2, unroll=1):
+                if ((shared >> which) & 1) != 0:
+                    self.finish(output, parts, which)

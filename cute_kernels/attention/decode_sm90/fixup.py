@@ -73,6 +73,22 @@ class SharedItem(NamedTuple):
     begun: Int32
 
 
+class Share(NamedTuple):
+    """What a CTA combines of an item: blocks [begin, end), ``width`` of them at a time.
+
+    Threads side by side (``column``) take neighbouring blocks; ``groups`` groups of them, this
+    thread's being ``group``, split the parts, where they may be added in another order than one
+    after the other.
+    """
+
+    begin: Int32
+    end: Int32
+    width: Int32
+    groups: Int32
+    group: Int32
+    column: Int32
+
+
 class Parts(NamedTuple):
     """Where an item's ``count`` parts are: the first in slot ``begun``, part i in base + step i."""
 
@@ -162,23 +178,26 @@ class Fixup(ConsumerLane):
         line_start: where the item's tiles start on the line. started: the tile at which the CTA
         came to the item: 0 for the item that it begins. tile: of its last segment there.
         """
+        # While the parts are on their way to L2.
+        tiles = segment.seq.tiles
+        first = cta_of_tile(line_start, plan.total, plan.ctas)
+        own = plan.cta - first
+        count = Int32(1)
+        if self.shape.splits != 0:
+            split = split_tiles(self.shape, tiles)
+            own = started // split
+            count = tile // split + 1 - own
         self.barrier()
         if self.tid == 0:
-            tiles = segment.seq.tiles
-            first = cta_of_tile(line_start, plan.total, plan.ctas)
+            # Releases what the barrier ordered before it: the parts written by all threads.
+            dsl.red_add_release_gpu((partial.mCounter.iterator + first).toint(), count)
             last = cta_of_tile(line_start + tiles - 1, plan.total, plan.ctas)
             pieces = last - first + 1
-            own = plan.cta - first
-            count = Int32(1)
             begun = Int32(1)
             if self.shape.splits != 0:
                 split = split_tiles(self.shape, tiles)
                 pieces = (tiles + split - 1) // split
-                own = started // split
-                count = tile // split + 1 - own
                 begun = splits_of_first_cta(first, line_start, split, plan.total, plan.ctas)
-            # Releases what the barrier ordered before it: the parts written by all threads.
-            dsl.red_add_release_gpu((partial.mCounter.iterator + first).toint(), count)
             chunk = segment.chunk
             entry = self._entry(cutlass.Int32(started == 0))
             dsl.st_shared_b32x4(entry, first, pieces, segment.head, segment.seq.q_start)
@@ -192,48 +211,50 @@ class Fixup(ConsumerLane):
     @cute.jit
     def finish(self, output: Output, partial: Partial, which: Int32):
         """Wait for the item's parts, then combine this CTA's share of it."""
-        entry = self._entry(which)
-        left = Int32(0)
-        if self.tid == 0:
-            first, pieces = dsl.ld_shared_b32x2(entry)
-            own, _ = dsl.ld_shared_b32x2(entry + 24)
-            counter = (partial.mCounter.iterator + first).toint()
-            while dsl.ld_acquire_gpu_b32(counter) < pieces:
-                pass
-            # This CTA will not look at the counter again; the answer is used after the work.
-            left = dsl.atomic_add_acq_rel_gpu(counter, own >> 16)
+        # The entry is there.
         self.barrier()
+        entry = self._entry(which)
         shared = SharedItem(*dsl.ld_shared_b32x4(entry), *dsl.ld_shared_b32x4(entry + 16))
-        self._combine_share(output, partial, shared)
-        # The last to leave finds that all others have left and clears the counter for the next
-        # launch.
-        if (self.tid == 0) & (left + (shared.own >> 16) == 2 * shared.pieces):
-            dsl.st_global_b32((partial.mCounter.iterator + shared.first).toint(), Int32(0))
+        share = self._share_of(shared)
+        if self.tid == 0:
+            counter = (partial.mCounter.iterator + shared.first).toint()
+            while dsl.ld_acquire_gpu_b32(counter) < shared.pieces:
+                pass
+            # This CTA will not look at the counter again, and whoever is the last to leave it finds
+            # it 0 for the next launch. An addition whose answer says who is last would take a trip
+            # to L2 before the work.
+            for _ in cutlass.range(shared.own >> 16, unroll=1):
+                dsl.red_inc_gpu(counter, 2 * shared.pieces - 1)
+        self.barrier()
+        self._combine_share(output, partial, shared, share)
 
     @cute.jit
-    def _combine_share(self, output: Output, partial: Partial, shared: SharedItem):
+    def _share_of(self, shared: SharedItem) -> Share:
         row_blocks = self.config.head_size // 4
         blocks = (shared.rows_end - shared.first_row) * row_blocks
-        parts = parts_of(self.shape, shared.first, shared.pieces, shared.begun)
         share = (blocks + shared.pieces - 1) // shared.pieces
         begin = (shared.own & 0xFFFF) * share
         end = cutlass.min(begin + (shared.own >> 16) * share, blocks)
-        # Threads side by side take neighbouring blocks; the rest of the warpgroup splits the parts,
-        # where they may be added in another order than one after the other.
         width = Int32(WARPGROUP_THREADS)
         while (width > _MIN_WIDTH) & (width >= 2 * share) & (self.shape.splits == 0):
             width = width >> 1
         groups = WARPGROUP_THREADS // width
         group = self.tid // width
-        for base in cutlass.range(begin, end, width, unroll=1):
-            block = base + self.tid - group * width
-            live = block < end
-            block = cutlass.min(block, end - 1)
+        return Share(begin, end, width, groups, group, self.tid - group * width)
+
+    @cute.jit
+    def _combine_share(self, output: Output, partial: Partial, shared: SharedItem, share: Share):
+        row_blocks = self.config.head_size // 4
+        parts = parts_of(self.shape, shared.first, shared.pieces, shared.begun)
+        for base in cutlass.range(share.begin, share.end, share.width, unroll=1):
+            block = base + share.column
+            live = block < share.end
+            block = cutlass.min(block, share.end - 1)
             row = block // row_blocks
             element = 4 * (block - row * row_blocks)
-            state = self._combine_parts(partial, parts, row, element, group, groups)
-            state = self._merge_groups(state, width, groups)
-            if live & (group == 0):
+            state = self._combine_parts(partial, parts, row, element, share.group, share.groups)
+            state = self._merge_groups(state, share.width, share.groups)
+            if live & (share.group == 0):
                 self._write_block(output, shared, row, element, state)
 
     @cute.jit
