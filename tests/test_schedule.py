@@ -27,7 +27,7 @@ import pytest
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from tests.lanes import Memory
 from tests.requires import requires_module
-from tests.schedule_model import UNLIMITED, Batch, fixup, plan
+from tests.schedule_model import UNLIMITED, Batch, parts_plan, plan
 
 hypothesis = requires_module("hypothesis")
 st = requires_module("hypothesis.strategies")
@@ -102,8 +102,8 @@ def check_partial_results(batch: Batch) -> None:
             assert [part.cta for part in parts] == list(range(first, last + 1))
         assert {part.cta for part in parts if part.started == 0} == {first}
         assert all(first < part.cta <= last for part in parts[begun:])
-        found = fixup.parts_of(batch.shape, first, pieces, begun)
-        where = [fixup.slot_of_part(found, i) for i in range(found.count)]
+        found = parts_plan.parts_of(batch.shape, first, pieces, begun)
+        where = [parts_plan.slot_of_part(found, i) for i in range(found.count)]
         # what the first CTA has is one part
         assert [part.slot for part in parts[begun - 1 :]] == where
         assert first not in counters and not slots & set(where)

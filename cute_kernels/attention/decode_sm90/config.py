@@ -159,6 +159,15 @@ class DecodeConfig:
         return 4 if self.ctas_per_sm >= 4 else 8
 
     @property
+    def fold_bytes(self) -> int:
+        """Shared memory for what a CTA folded of an item's splits before its latest one (and their
+        softmax state): where it costs no ring slot. Else it waits in L2, which takes 1 us a split.
+        """
+        if self.rows > 8 or self.block_scaled:
+            return 0
+        return WARPGROUP_THREADS * 4 * (self.rows * self.head_size // WARPGROUP_THREADS + 4)
+
+    @property
     def threads(self) -> int:
         return WARPGROUP_THREADS + (WARPGROUP_THREADS if self.consumer_registers else 32)
 
@@ -229,7 +238,8 @@ def smem_bytes(config: DecodeConfig) -> int:
     # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items, plan
     tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4) + 64 + 32
     barriers = 2 * 8 * config.stages
-    parts = (config.exchange_bytes, queries, config.scale_table_bytes, tables, barriers)
+    exchange = config.exchange_bytes + config.fold_bytes
+    parts = (exchange, queries, config.scale_table_bytes, tables, barriers)
     return ring + sum(parts) + 3 * 1024
 
 
@@ -304,6 +314,8 @@ _RESIDENCY = {
     "bf16": _RESIDENCY_16_BITS,
     "fp16": _RESIDENCY_16_BITS,
 }
+# The most splits of an item.
+MAX_SPLITS = 64
 _MAX_SPLIT_ELEMENTS = 1 << 18
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608
@@ -357,7 +369,7 @@ def fixed_splits(config: DecodeConfig) -> FixedSplits:
     """
     least = 2048 // config.head_size
     # Partial results of so many splits a CTA are kept.
-    splits = min(64, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
+    splits = min(MAX_SPLITS, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
     return FixedSplits(splits, least, max(16, least))
 
 
