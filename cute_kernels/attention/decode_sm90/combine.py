@@ -206,9 +206,7 @@ class Combining(ConsumerLane):
             top = part_top
             for step in cutlass.range_constexpr(5):
                 distance = 1 << step
-                source = cutlass.select_(
-                    self.lane >= distance, self.lane - distance, self.lane
-                )
+                source = cutlass.select_(self.lane >= distance, self.lane - distance, self.lane)
                 top = dsl.fmax(top, dsl.shuffle_from_lane_f32(top, source))
             previous = dsl.shuffle_from_lane_f32(top, cutlass.max(self.lane - 1, Int32(0)))
             if self.lane == 0:
