@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.output import (
@@ -37,7 +37,6 @@ from cute_kernels.attention.common.output import (
 from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Segment,
-    Shape,
     cta_of_tile,
     query_token,
     sequence,
