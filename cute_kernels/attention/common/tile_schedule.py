@@ -136,7 +136,7 @@ def split_tiles(shape: Shape, tiles: Int32) -> Int32:
     split = Int32(1)
     if shape.splits != 0:
         split = cutlass.min(cutlass.max((tiles + 7) >> 3, shape.split_least), shape.split_most)
-        split = cutlass.max(split, (tiles + (shape.splits - 1)) // shape.splits)
+        split = cutlass.max(split, dsl.quotient(tiles + (shape.splits - 1), shape.splits))
     return split
 
 
@@ -194,7 +194,7 @@ def segment_at(
     if shape.splits != 0:
         most = split_tiles(shape, seq.tiles)
     count = cutlass.min(seq.tiles - tile, most)
-    chunk_index = item // shape.head_sets
+    chunk_index = dsl.quotient(item, shape.head_sets)
     head = (item - chunk_index * shape.head_sets) * shape.abreast + shape.place
     chunk = chunk_of(seq, shape, chunk_index, tile, count, rows)
     low = cutlass.max(seq.used - seq.q_len - shape.window_left, Int32(0))
@@ -207,7 +207,7 @@ def next_item(segment: Segment, shape: Shape, step: Int32):
     have equally many."""
     items = segment.seq.chunks * shape.head_sets
     item = segment.item + step
-    carry = item // items
+    carry = dsl.quotient(item, items)
     return segment.b + carry, item - carry * items
 
 
@@ -277,14 +277,15 @@ def _participants(
     an item: fewer partial results, and the heads of a page are read at the same time (H200, B64
     S8192 32/4 D512: 128 CTAs take 486 us, 132 take 498).
     """
-    limit = cutlass.max(cutlass.min(max_ctas, total // min_tiles), Int32(1))
+    limit = cutlass.max(cutlass.min(max_ctas, dsl.quotient(total, min_tiles)), Int32(1))
     ctas = limit
     if (uniform != 0) & (tiles > 0):
         candidate = cutlass.max(limit - cute.arch.lane_idx(), Int32(1))
-        length = total // candidate
+        length = dsl.quotient(total, candidate)
         fits = Int32(0)
         if (length * candidate == total) & (
-            (tiles - tiles // length * length == 0) | (length - length // tiles * tiles == 0)
+            (tiles - dsl.quotient(tiles, length) * length == 0)
+            | (length - dsl.quotient(length, tiles) * tiles == 0)
         ):
             fits = candidate
         fits = dsl.warp_max_b32(fits)
@@ -299,7 +300,7 @@ def _next_split(
 ):
     """(sequence, item, tile, distance) of the first split that begins at a tile or behind it."""
     split = split_tiles(shape, tiles)
-    start = (tile + (split - 1)) // split * split
+    start = dsl.quotient(tile + (split - 1), split) * split
     skip = start - tile
     if start >= tiles:
         skip = tiles - tile + gap
@@ -314,7 +315,7 @@ def _next_split(
 @cute.jit
 def start_of_cta(cta: Int32, total: Int32, ctas: Int32) -> Int32:
     """Where a CTA's stretch begins on the line."""
-    quotient = total // ctas
+    quotient = dsl.quotient(total, ctas)
     return cta * quotient + cutlass.min(cta, total - quotient * ctas)
 
 
@@ -323,7 +324,7 @@ def splits_of_first_cta(
     first: Int32, line_start: Int32, split: Int32, total: Int32, ctas: Int32
 ) -> Int32:
     """How many splits of an item at ``line_start`` are those of the CTA that begins it."""
-    return (start_of_cta(first + 1, total, ctas) - line_start + (split - 1)) // split
+    return dsl.quotient(start_of_cta(first + 1, total, ctas) - line_start + (split - 1), split)
 
 
 @cute.jit
@@ -361,7 +362,7 @@ def stretch_of_cta(
         total = total + gap * dsl.warp_sum_b32(items)
 
     begin = start_of_cta(cta, total, ctas)
-    quotient = total // ctas
+    quotient = dsl.quotient(total, ctas)
     remainder = total - quotient * ctas
     count = quotient
     if cta < remainder:
@@ -371,7 +372,7 @@ def stretch_of_cta(
 
     item_step = Int32(1)
     if (uniform != 0) & (most_work * shape.batch == total) & (count > most_tiles):
-        if (remainder == 0) & (quotient - quotient // most_tiles * most_tiles == 0):
+        if (remainder == 0) & (quotient - dsl.quotient(quotient, most_tiles) * most_tiles == 0):
             # Whole items, several a CTA: deal them round-robin, so that the CTAs read the KV
             # heads of one page, which lie side by side in memory, at the same time.
             item_step = ctas
@@ -395,7 +396,7 @@ def stretch_of_cta(
         if owner < 32:
             searching = Int32(0)
             b = base + owner
-            item = offset // (owner_tiles + gap)
+            item = dsl.quotient(offset, owner_tiles + gap)
             behind = offset - item * (owner_tiles + gap) - gap
             tile = cutlass.max(behind, Int32(0))
             skip = tile - behind
@@ -412,10 +413,10 @@ def stretch_of_cta(
 @cute.jit
 def cta_of_tile(tile: Int32, total: Int32, ctas: Int32) -> Int32:
     """The CTA whose stretch holds a tile of the line (the inverse of ``stretch_of_cta``)."""
-    quotient = total // ctas
+    quotient = dsl.quotient(total, ctas)
     remainder = total - quotient * ctas
     boundary = remainder * (quotient + 1)
-    cta = tile // (quotient + 1)
+    cta = dsl.quotient(tile, quotient + 1)
     if tile >= boundary:
-        cta = remainder + (tile - boundary) // cutlass.max(quotient, Int32(1))
+        cta = remainder + dsl.quotient(tile - boundary, cutlass.max(quotient, Int32(1)))
     return cta

@@ -241,7 +241,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                 ends = tile + segment.count == seq.tiles
                 split = Int32(0)
                 if shape.splits != 0:
-                    split = tile // split_tiles(shape, seq.tiles)
+                    split = dsl.quotient(tile, split_tiles(shape, seq.tiles))
                 plan = self.plan()
                 parts = self.parts_of_place(partial, plan)
                 slot_of_part = slot_to_write(shape, plan, line_start, started, split)

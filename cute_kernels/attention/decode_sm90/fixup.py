@@ -105,8 +105,8 @@ class Fixup(Combining):
         count = Int32(1)
         if self.shape.splits != 0:
             split = split_tiles(self.shape, tiles)
-            own = started // split
-            count = tile // split + 1 - own
+            own = dsl.quotient(started, split)
+            count = dsl.quotient(tile, split) + 1 - own
         self.barrier()
         if self.tid == 0:
             # Releases what the barrier ordered before it: the parts written by all threads.
@@ -116,7 +116,7 @@ class Fixup(Combining):
             begun = Int32(1)
             if self.shape.splits != 0:
                 split = split_tiles(self.shape, tiles)
-                pieces = (tiles + split - 1) // split
+                pieces = dsl.quotient(tiles + split - 1, split)
                 begun = splits_of_first_cta(first, line_start, split, plan.total, plan.ctas)
             chunk = segment.chunk
             entry = self._entry(cutlass.Int32(started == 0))
@@ -152,7 +152,7 @@ class Fixup(Combining):
     def _share_of(self, shared: SharedItem) -> Share:
         row_blocks = self.config.head_size // 4
         blocks = (shared.rows_end - shared.first_row) * row_blocks
-        share = (blocks + shared.pieces - 1) // shared.pieces
+        share = dsl.quotient(blocks + shared.pieces - 1, shared.pieces)
         begin = (shared.own & 0xFFFF) * share
         end = cutlass.min(begin + (shared.own >> 16) * share, blocks)
         width = Int32(WARPGROUP_THREADS)
