@@ -197,8 +197,7 @@ def red_add_release_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
 @dsl_user_op
 def red_inc_gpu(address: Int64, last: Int32, *, loc=None, ip=None):
     """Count up in global memory, from ``last`` on to 0. Waits for nothing and orders nothing."""
-    ptx = "red.inc.gpu.global.u32 [$0], $1;"
-    _asm([], [address, last], ptx, "l,r,~{memory}", True, loc, ip)
+    _asm([], [address, last], "red.inc.gpu.global.u32 [$0], $1;", "l,r,~{memory}", True, loc, ip)
 
 
 @dsl_user_op

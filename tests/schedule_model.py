@@ -11,9 +11,14 @@ from typing import Any, NamedTuple
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from tests.lanes import Memory, device_functions
 
-plan = device_functions("cute_kernels/attention/common/tile_schedule.py", TILE_TOKENS=TILE_TOKENS)
+line_plan = device_functions("cute_kernels/attention/common/line.py")
+plan = device_functions(
+    "cute_kernels/attention/common/tile_schedule.py",
+    TILE_TOKENS=TILE_TOKENS,
+    start_of_cta=line_plan.start_of_cta,
+)
 parts_plan = device_functions(
-    "cute_kernels/attention/decode_sm90/parts.py", cta_of_tile=plan.cta_of_tile
+    "cute_kernels/attention/decode_sm90/parts.py", cta_of_tile=line_plan.cta_of_tile
 )
 UNLIMITED = plan.UNLIMITED
 

@@ -26,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels import dsl
+from cute_kernels.attention.common.line import start_of_cta
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 
 TILE_SHIFT = TILE_TOKENS.bit_length() - 1
@@ -313,21 +314,6 @@ def _next_split(
 
 
 @cute.jit
-def start_of_cta(cta: Int32, total: Int32, ctas: Int32) -> Int32:
-    """Where a CTA's stretch begins on the line."""
-    quotient = dsl.quotient(total, ctas)
-    return cta * quotient + cutlass.min(cta, total - quotient * ctas)
-
-
-@cute.jit
-def splits_of_first_cta(
-    first: Int32, line_start: Int32, split: Int32, total: Int32, ctas: Int32
-) -> Int32:
-    """How many splits of an item at ``line_start`` are those of the CTA that begins it."""
-    return dsl.quotient(start_of_cta(first + 1, total, ctas) - line_start + (split - 1), split)
-
-
-@cute.jit
 def stretch_of_cta(
     lengths: Lengths, shape: Shape, cta: Int32, max_ctas: Int32, rows: cutlass.Constexpr
 ) -> Stretch:
@@ -408,15 +394,3 @@ def stretch_of_cta(
         line = dsl.shuffle_from_lane(end, Int32(31))
         base = base + 32
     return Stretch(b, item, tile, count, begin, total, ctas, item_step, skip, gap)
-
-
-@cute.jit
-def cta_of_tile(tile: Int32, total: Int32, ctas: Int32) -> Int32:
-    """The CTA whose stretch holds a tile of the line (the inverse of ``stretch_of_cta``)."""
-    quotient = dsl.quotient(total, ctas)
-    remainder = total - quotient * ctas
-    boundary = remainder * (quotient + 1)
-    cta = dsl.quotient(tile, quotient + 1)
-    if tile >= boundary:
-        cta = remainder + dsl.quotient(tile - boundary, cutlass.max(quotient, Int32(1)))
-    return cta

@@ -160,12 +160,9 @@ class DecodeConfig:
 
     @property
     def fold_bytes(self) -> int:
-        """Shared memory for what a CTA folded of an item's splits before its latest one (and their
-        softmax state): where it costs no ring slot. Else it waits in L2, which takes 1 us a split.
-        """
-        if self.rows > 8 or self.block_scaled:
-            return 0
-        return WARPGROUP_THREADS * 4 * (self.rows * self.head_size // WARPGROUP_THREADS + 4)
+        """For what a CTA folded of an item's earlier splits, where that costs no ring slot."""
+        apart = self.rows == 8 and not self.block_scaled
+        return 4 * (self.rows * self.head_size + 4 * WARPGROUP_THREADS) if apart else 0
 
     @property
     def threads(self) -> int:
@@ -314,8 +311,7 @@ _RESIDENCY = {
     "bf16": _RESIDENCY_16_BITS,
     "fp16": _RESIDENCY_16_BITS,
 }
-# The most splits of an item.
-MAX_SPLITS = 64
+MAX_SPLITS = 64  # of an item
 _MAX_SPLIT_ELEMENTS = 1 << 18
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608

@@ -25,6 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels import dsl
+from cute_kernels.attention.common.line import cta_of_tile, splits_of_first_cta
 from cute_kernels.attention.common.output import (
     Output,
     Partial,
@@ -37,11 +38,9 @@ from cute_kernels.attention.common.output import (
 from cute_kernels.attention.common.tile_schedule import (
     Lengths,
     Segment,
-    cta_of_tile,
     query_token,
     sequence,
     split_tiles,
-    splits_of_first_cta,
 )
 from cute_kernels.attention.decode_sm90.combine import MIN_WIDTH, Combining, Share, no_parts
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS

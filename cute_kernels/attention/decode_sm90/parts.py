@@ -13,7 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.attention.common.tile_schedule import Shape, cta_of_tile
+from cute_kernels.attention.common.line import cta_of_tile
+from cute_kernels.attention.common.tile_schedule import Shape
 from cute_kernels.attention.decode_sm90.lane import Plan
 
 
