@@ -24,8 +24,6 @@ MIN_WIDTH = 4
 _BLOCK_BYTES = 16
 _WARP = 32
 _WARPS = WARPGROUP_THREADS // _WARP
-# States whose loads a lane has in flight.
-_IN_FLIGHT = 4
 
 
 class Share(NamedTuple):
@@ -129,7 +127,9 @@ class Combining(ConsumerLane):
         for round in cutlass.range(batch.rounds, unroll=1):
             block = batch.base + round * share.width + share.column
             block = base + Int64(cutlass.min(block, share.end - 1)) * _BLOCK_BYTES
-            for part in cutlass.range(share.group, batch.count, share.groups, unroll=4):
+            for part in cutlass.range(
+                share.group, batch.count, share.groups, unroll=self.config.parts_in_flight
+            ):
                 slot = Int64(slot_of_part(parts, batch.first + part))
                 dsl_nvfp4.copy_async_or_zero(
                     self._value_at(share, batch, round, part),
@@ -164,10 +164,11 @@ class Combining(ConsumerLane):
     def _tabulate_weights(self, state_at: Int64, parts: Parts, table: Int32):
         """By one warp: each part's weight, for a reference that all share; it and the sum of all
         come behind them."""
+        in_flight = self.config.parts_in_flight
         top = Float32(dsl.NEG_INF)
-        for first in cutlass.range(0, parts.count, _IN_FLIGHT * _WARP, unroll=1):
-            loaded = self._load_states(state_at, parts, first, _IN_FLIGHT)
-            for i in cutlass.range_constexpr(_IN_FLIGHT):
+        for first in cutlass.range(0, parts.count, in_flight * _WARP, unroll=1):
+            loaded = self._load_states(state_at, parts, first, in_flight)
+            for i in cutlass.range_constexpr(in_flight):
                 part = first + i * _WARP + self.lane
                 top = dsl.fmax(top, loaded[i][0])
                 if part < parts.count:
@@ -193,7 +194,9 @@ class Combining(ConsumerLane):
     ):
         """The thread's parts of the batch, weighted."""
         _, _, o0, o1, o2, o3 = state
-        for part in cutlass.range(share.group, batch.count, share.groups, unroll=4):
+        for part in cutlass.range(
+            share.group, batch.count, share.groups, unroll=self.config.parts_in_flight
+        ):
             weight = dsl.ld_shared_f32(table + 8 * (batch.first + part))
             x0, x1, x2, x3 = dsl.ld_shared_f32x4(self._value_at(share, batch, round, part))
             o0 = dsl.fma(x0, weight, o0)
@@ -252,7 +255,7 @@ class Combining(ConsumerLane):
         """The left fold over the batch's parts, by group 0."""
         top, total, o0, o1, o2, o3 = state
         if share.group == 0:
-            for part in cutlass.range(batch.count, unroll=4):
+            for part in cutlass.range(batch.count, unroll=self.config.parts_in_flight):
                 at = table + 16 * (batch.first + part)
                 keep, weight, part_total, top = dsl.ld_shared_f32x4(at)
                 x0, x1, x2, x3 = dsl.ld_shared_f32x4(self._value_at(share, batch, round, part))
