@@ -154,8 +154,7 @@ class DecodeConfig:
 
     @property
     def parts_in_flight(self) -> int:
-        """Parts that a thread addresses side by side while it combines an item's (combine.py): as
-        many as its registers hold."""
+        """Parts of an item that a thread addresses side by side: as its registers allow."""
         return 1 if self.ctas_per_sm >= 4 else 4
 
     @property
@@ -361,8 +360,7 @@ def fixed_splits(config: DecodeConfig, kv_heads: int) -> FixedSplits:
     """A function of what all sequences of a launch have in common, and not of their number.
 
     A split's first and last tile cost 1 to 2 us: splits have 256 KiB of an FP8 cache at least
-    (H200, 2026-11-30: perf/NOTES.md; 8 tiles cost 8 to 14 % where 16 cost 2 to 5), but for a single
-    KV head, whose items are few, where folds are cheap (``fold_bytes``).
+    (H200, 2026-11-30: perf/NOTES.md); a single KV head's items are few, so theirs have half.
     """
     least = 2048 // config.head_size
     # Partial results of so many splits a CTA are kept.
