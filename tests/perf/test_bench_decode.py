@@ -15,16 +15,17 @@ from rich.console import Console
 
 from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
-from perf import bench_decode, report
+from perf import bench_decode, bench_indexer, bench_prefill, bench_store, report
 from perf.cases import (
     ALL_CASES,
     BALANCE_CASES,
     BF16_CASES,
     DECODE_CASES,
+    GROUPS,
     NVFP4_CASES,
     VERIFY_CASES,
     DecodeCase,
-    select_cases,
+    select,
 )
 from perf.inputs import CODE_RMS, ROTATED_BYTES, KVPool, make_input_sets, set_count
 from perf.providers import PROVIDERS, Provider, select_providers, varlen_arguments
@@ -90,17 +91,43 @@ def test_cases_are_the_table():
 
 
 def test_case_selection():
-    assert select_cases(()) == list(ALL_CASES)
-    names = [case.name for case in select_cases(("d256", "512 q4 nv"))]
-    d256 = [TABLE[10] + dtype for dtype in ("", " nvfp4", " bf16")]
-    assert names == [*d256, f"{TABLE[6]} nvfp4"]
-    assert select_cases(("log-normal", "one 128k")) == sorted(
-        BALANCE_CASES, key=lambda case: case.lengths != "log-normal"
-    )
-    assert select_cases(("nvfp4",)) == [*NVFP4_CASES, *BALANCE_CASES[-2:]]
-    assert select_cases((TABLE[0], TABLE[6])) == [DECODE_CASES[0], DECODE_CASES[6]]
-    with pytest.raises(ValueError, match="no case matches 'D96'"):
-        select_cases(("D96",))
+    assert select(ALL_CASES, ()) == list(ALL_CASES)
+    names = [case.name for case in select(ALL_CASES, ("512 q4 nv", "d256"))]
+    assert names == [TABLE[10], f"{TABLE[6]} nvfp4", f"{TABLE[10]} nvfp4", f"{TABLE[10]} bf16"]
+    assert select(ALL_CASES, ("log-normal", "one 128k")) == list(BALANCE_CASES)
+    assert select(ALL_CASES, ("nvfp4",)) == [*NVFP4_CASES, *BALANCE_CASES[-2:]]
+    # A name is that case, not what also begins so.
+    assert select(ALL_CASES, (TABLE[6], TABLE[0])) == [DECODE_CASES[0], DECODE_CASES[6]]
+    with pytest.raises(ValueError, match="no case matches 'D96'; known: B64 "):
+        select(ALL_CASES, ("D512", "D96"))
+
+
+@pytest.mark.parametrize("module", (bench_decode, bench_prefill, bench_store, bench_indexer))
+def test_all_benchmarks_choose_cases_alike(module):
+    """By name, else by a part of it in any case; a pattern that none has is an error."""
+
+    def listed(*patterns):
+        arguments = [word for pattern in patterns for word in ("--cases", pattern)]
+        done = CliRunner().invoke(module.main, [*arguments, "--list"])
+        return done.output.splitlines() if not done.exit_code else done
+
+    names = listed()
+    assert len(names) == len(set(names)) > 10
+    for name in names:
+        assert listed(name) == [name]
+    part = names[-1][1:].lower()
+    assert listed(part, names[0]) == [n for n in names if part in n.lower() or n == names[0]]
+    refused = listed(names[0], "no such case")
+    assert refused.exit_code == 2 and "no case matches 'no such case'" in refused.output
+
+
+def test_groups_are_parts_of_the_cases():
+    def listed(*arguments):
+        return CliRunner().invoke(bench_decode.main, [*arguments, "--list"]).output.splitlines()
+
+    assert listed("--group", "fp8") == TABLE
+    assert listed("--group", "bf16", "--cases", "d64") == [f"{TABLE[11]} bf16"]
+    assert [name for group in GROUPS for name in listed("--group", group)] == listed()
 
 
 def test_command_line_lists_the_table():

@@ -75,7 +75,7 @@ def test_the_cases_are_listed():
 
 def test_refusals(monkeypatch):
     done = CliRunner().invoke(main, ["--cases", "D96"])
-    assert done.exit_code == 2 and "no case matches; known: B1 S8192" in done.output
+    assert done.exit_code == 2 and "no case matches 'D96'; known: B1 S8192" in done.output
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(main, ["--cases", "D512"])
     assert done.exit_code == 1 and "needs a CUDA device" in done.output
