@@ -18,7 +18,10 @@ and how often a text's nearest other text is the same.
 
 Errors are standard errors over blocks of consecutive tokens (`perf.paired`), over prompts, or over
 texts. The text comes from the running Python, whose docstrings change with its version: give both
-runs one `--text` to compare them. `ids_sha256` says whether they read the same.
+runs one `--text` to compare them (`--write-text` makes it). `ids_sha256` says whether they read the
+same.
+
+A file that is there keeps its rows of other models: a model at a time is a run, too.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from demo import evaluate, texts
 from demo.models import MODELS, find_gguf, load
 from kvcache.integrations.transformers import register
 from perf import accuracy_decoders, accuracy_embeddings
-from perf.accuracy_sections import COLUMNS, accuracy_lines
+from perf.accuracy_sections import COLUMNS, accuracy_lines, read_accuracy
 from perf.rows import describe_machine
 
 DTYPES = ("fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
@@ -154,6 +157,7 @@ def machine_of(device: torch.device, commit: str | None) -> dict[str, Any]:
     found = describe_machine(command, commit)
     versions = {**found.versions, "transformers": transformers.__version__}
     row = {"versions": versions, "commit": found.commit, "command": command, "date": found.date}
+    row["sources"] = found.sources
     if device.type == "cuda":
         return {"device": found.gpu, "driver": found.driver, "clocks": found.clocks} | row
     return {"device": f"CPU, {torch.get_num_threads()} threads"} | row
@@ -166,6 +170,16 @@ def attention_of(name: str, device: torch.device, notes: set[str]) -> str:
     if device.type == "cuda" and not notes:
         return "kernels"
     return "; ".join(["torch reference", *sorted(notes)])
+
+
+def default_text() -> str:
+    return f"{texts.docstring_text()}\n\n{texts.member_docstrings()}"
+
+
+def write_text(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    if path is not None:
+        path.write_text(default_text(), encoding="utf-8")
+        context.exit()
 
 
 def print_report(rows: list[dict[str, Any]]) -> None:
@@ -191,6 +205,14 @@ def print_report(rows: list[dict[str, Any]]) -> None:
 @click.option("--rotate-keys/--no-rotate-keys", default=None, help="Default: as in the demo.")
 @click.option("--per-head", is_flag=True, help="A scale per KV head, not per layer (decoders).")
 @click.option("--text", "text_path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--write-text",
+    type=click.Path(dir_okay=False, path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=write_text,
+    help="Write what is read without --text, and stop.",
+)
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--commit", help="What to record where there is no git repository.")
 def main(
@@ -208,10 +230,10 @@ def main(
     if device_name == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("--device cuda: torch sees no GPU")
     device, size = torch.device(device_name), Size(**sizes)
-    text = f"{texts.docstring_text()}\n\n{texts.member_docstrings()}"
-    if text_path is not None:
-        text = text_path.read_text(encoding="utf-8")
+    text = default_text() if text_path is None else text_path.read_text(encoding="utf-8")
     machine, rows = machine_of(device, commit), []
+    others = read_accuracy(output) if output is not None and output.exists() else []
+    others = [row for row in others if row["model"] not in names]
     for name in names:
         notes: set[str] = set()
         with evaluate.noting_fallbacks(notes):
@@ -224,7 +246,9 @@ def main(
         attention = attention_of(name, device, notes)
         rows += [{"model": name, "attention": attention} | machine | row for row in found]
         if output is not None:
-            output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            kept = sorted([*others, *rows], key=lambda row: NAMES.index(row["model"]))
+            text_of_rows = json.dumps(kept, indent=1, allow_nan=False)
+            output.write_text(text_of_rows + "\n", encoding="utf-8")
     print_report(rows)
 
 

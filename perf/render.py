@@ -10,7 +10,6 @@ when its data have changed; that takes matplotlib (the extra `bench`), nothing e
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 import click
 
 from perf import plots
-from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement
-from perf.rows import read_rows
+from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement, read_accuracy
+from perf.rows import read_json, read_rows
 from perf.sections import (
     ResultFile,
     between_runs,
@@ -61,22 +60,18 @@ INTRODUCTION = (
 
 def _read_load(path: Path) -> list[dict[str, Any]]:
     """Rows of `perf.bench_load`, each with what the file says about the machine."""
-    about = json.loads(path.read_text(encoding="utf-8"))
+    about = read_json(path)
     rows = about.pop("rows")
     return [about | row for row in rows]
 
 
 def _read_demo(path: Path) -> list[dict[str, Any]]:
     """Runs of the demo: what it wrote, or a list of that, made flat."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     return [
         run | run.get("quality", {}) | run.get("generation", {})
         for run in (found if isinstance(found, list) else [found])
     ]
-
-
-def _read_json(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 class Kind(NamedTuple):
@@ -175,7 +170,7 @@ KINDS = (
     Kind(
         name="accuracy",
         title="Accuracy: real models by KV cache dtype",
-        read=_read_json,
+        read=read_accuracy,
         table=accuracy_table,
         about="Against a bf16 cache on the same tokens, +- one standard error, over blocks of 128 "
         "tokens: neighbours are alike, and errors that take them as independent are too small.",
@@ -192,7 +187,7 @@ KINDS = (
     Kind(
         name="perplexity",
         title="Perplexity with and without rotated keys",
-        read=_read_json,
+        read=read_json,
         table=perplexity_table,
         about="Change against a bf16 cache, +- one standard error of the paired differences over "
         "tokens; read a change below two as none.",
