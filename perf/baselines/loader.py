@@ -40,7 +40,7 @@ def loader_config(head_size: int, q_dtype: str, page_size: int, kv_format: str) 
 
 def loader_calls(sets: Sequence[InputSet]) -> tuple[Call, ...] | str:
     """A call for each input set, or why there are none."""
-    problems = [_problem(inputs) for inputs in sets]
+    problems = [problem_of(inputs) for inputs in sets]
     for problem in problems:
         if (obstacle := op.can_run(problem)) is not None:
             return obstacle
@@ -50,7 +50,7 @@ def loader_calls(sets: Sequence[InputSet]) -> tuple[Call, ...] | str:
         return f"{error}; `python -m perf.bundle` makes it"
 
 
-def _problem(inputs: InputSet) -> AttentionProblem:
+def problem_of(inputs: InputSet) -> AttentionProblem:
     """The same keys for as few rows as there can be."""
     batch, kv_heads = inputs.block_table.shape[0], inputs.k.shape[2]
     few = replace(
@@ -62,10 +62,13 @@ def _problem(inputs: InputSet) -> AttentionProblem:
     return validate(**varlen_arguments(few))
 
 
+def config_of(problem: AttentionProblem) -> DecodeConfig:
+    head_size, q_dtype = problem.q.shape[2], _DTYPES[problem.q.dtype]
+    return loader_config(head_size, q_dtype, problem.k.shape[1], problem.kv_format)
+
+
 def _call(problem: AttentionProblem, inputs: InputSet) -> Call:
-    config = loader_config(
-        problem.q.shape[2], _DTYPES[problem.q.dtype], problem.k.shape[1], problem.kv_format
-    )
+    config = config_of(problem)
     device = problem.q.device
     on_device(device, op.compiled, config, device_arch(device.index).target)
     # not written: the output's rows stay as they are

@@ -239,7 +239,7 @@ def rows_of(status=OK):
             "gemma-4-31b", 2, "fp8", trace.PLAIN, part, tuple(facts.items())
         )
         workload = make_workload(case, MACHINE, METHOD)
-        result = Measurement(status, None, timing)
+        result = Measurement(status, 1e-3 if timing else None, timing)
         rows.append(make_row("cute_kernels", case, result, workload, MACHINE, 4.0, 10**9))
     return rows
 
