@@ -23,6 +23,7 @@ from perf.baselines.loader import loader_calls
 from perf.cases import GROUPS, QUICK_CASES, DecodeCase
 from perf.command import Keep, begin, choose, finish, keeper
 from perf.inputs import ROTATED_BYTES, WIDE_DTYPES, InputSet, KVPool, make_input_sets
+from perf.peers import Refusal
 from perf.providers import NOT_INSTALLED, Provider, select_providers
 from perf.report import print_report
 from perf.rows import (
@@ -47,6 +48,13 @@ from perf.verify import verify
 FALLBACK = "the slow torch reference: "  # what our function warns with
 # The check draws other queries, scales and page orders than the timed calls.
 CHECK_SEED_OFFSET = 1_000_003
+MAX_REASON = 300
+
+
+def in_short(error: Exception) -> str:
+    """Type and first line, and the last one, where compilers say what was wrong."""
+    first, *rest = f"{type(error).__name__}: {error}".strip().splitlines()
+    return f"{first} ... {rest[-1].strip()}"[:MAX_REASON] if rest else first[:MAX_REASON]
 
 
 def check(case: DecodeCase, providers: list[Provider], pool: KVPool) -> dict[str, Measurement]:
@@ -69,9 +77,11 @@ def check(case: DecodeCase, providers: list[Provider], pool: KVPool) -> dict[str
         except ImportError as error:  # a part of it is not there
             results[provider.name] = Measurement(f"{NOT_INSTALLED}: {error}".splitlines()[0])
             continue
+        except Refusal as error:
+            results[provider.name] = Measurement(f"refuses: {error}")
+            continue
         except Exception as error:  # whatever a provider throws, the others still get their turn
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
-            results[provider.name] = Measurement(f"failed: {text}")
+            results[provider.name] = Measurement(f"failed: {in_short(error)}")
             continue
         status = OK if verdict.problem is None else f"wrong: {verdict.problem}"
         results[provider.name] = Measurement(status, verdict.relative_error)

@@ -21,15 +21,19 @@ _WORKSPACE_BYTES = 128 << 20
 VLLM_TRITON = {"MIN_LAUNCH_GRID_SIZE_2D": 128, "NUM_PAR_SOFTMAX_SEGMENTS": 16}
 
 
+class Refusal(ValueError):
+    """A peer that is not made for a workload; no failure."""
+
+
 def one_scale(descale: torch.Tensor) -> float:
     """The value of a descale that all sequences and heads share, on the host.
 
     Raises:
-        ValueError: they do not share one; the peer would read the first and be wrong.
+        Refusal: they do not share one; the peer would read the first and be wrong.
     """
     values = descale.unique()
     if len(values) != 1:
-        raise ValueError(f"takes one scale, this workload has {len(values)}: use --one-scale")
+        raise Refusal(f"takes one scale, this workload has {len(values)}: use --one-scale")
     return values.item()
 
 

@@ -58,8 +58,17 @@ def test_one_scale_is_one_and_belongs_to_the_workload():
 
 
 def test_scales_that_differ_are_refused_by_peers_that_read_one():
-    with pytest.raises(ValueError, match="takes one scale, this workload has 6: use --one-scale"):
+    reason = "takes one scale, this workload has 6: use --one-scale"
+    with pytest.raises(peers.Refusal, match=reason):
         peers.one_scale(inputs_of(SMALL).k_descale)
+
+    def bind(inputs):
+        peers.one_scale(inputs.k_descale)
+
+    (result,) = bench_decode.check(
+        SMALL, [Provider("a_peer", "torch", bind)], KVPool([SMALL], "cpu")
+    ).values()
+    assert result.status == f"refuses: {reason}"
 
 
 def test_who_wants_to_be_named():
