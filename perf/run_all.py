@@ -119,7 +119,7 @@ MEASUREMENTS = (
     Measurement(
         "decode", "perf.bench_decode", 240, ("--group=fp8", "--group=nvfp4", "--group=bf16")
     ),
-    Measurement("serving", "perf.bench_serving", 240, ("--steps", "2", "--rounds", "5")),
+    Measurement("serving", "perf.bench_serving", 240, ("--steps", "4", "--rounds", "8")),
     Measurement("prefill", "perf.bench_prefill", 120),
     Measurement(
         "decode", "perf.bench_decode", 180, ("--group=ragged", "--group=verify"), suffix="ragged"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_kernels import split_nvfp4
+from kvcache import can_run
 from perf import bench_serving, serving_inputs, trace
 from perf.bench_serving import CHECK_STEP, CONFIGS, DTYPES
 from perf.inputs import random_codes
@@ -282,3 +283,26 @@ def test_the_summary_has_a_step_and_the_capacity_or_says_that_no_kernel_serves_i
         text = serving_summary(file)
         assert text.splitlines()[-1] == f"| gemma-4-31b | 2 | {time}, {fits} |"
         assert "(the mean of 2)" in text and "40 GiB" in text
+
+
+def test_kernels_of_all_kinds_of_layers_are_told_once(monkeypatch):
+    layers = [small_layers("fp8")._replace(name=name) for name in ("sliding", "full")]
+    monkeypatch.setattr(bench_serving, "inputs_of", lambda layer, *others: [layer.name])
+    monkeypatch.setattr(bench_serving, "call_of", lambda part, inputs, dtype: (part, inputs))
+    ran = {"sliding": ["decode_256", "copy"], "full": ["decode_512", "copy"]}
+    monkeypatch.setattr(bench_serving, "kernels_of", lambda call: ran[call[1]])
+    step = Step(CHECK_STEP, 0)
+    found = bench_serving.kernels_in(layers, "fp8", step, "attention")
+    assert found == ["decode_256", "copy", "decode_512"]
+    monkeypatch.setattr(bench_serving, "kernels_of", lambda call: None)
+    assert bench_serving.kernels_in(layers, "fp8", step, "attention") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size"), ((n, t) for n in bench_serving.MODELS for t in (1, 8))
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_layer_has_a_kernel(name, tp_size, dtype):
+    """On SM90: what is compared is what quantizing is worth, not who has a kernel."""
+    for layer in trace.layers_of(model(name), dtype, tp_size):
+        assert can_run(replace(layer.config, page_size=PAGE)) is None
