@@ -18,8 +18,8 @@ and how often a text's nearest other text is the same.
 
 Errors are standard errors over blocks of consecutive tokens (`perf.paired`), over prompts, or over
 texts. The text comes from the running Python, whose docstrings change with its version: give both
-runs one `--text` to compare them (`--write-text` makes it). `ids_sha256` says whether they read the
-same.
+runs one `--text` (`--write-text` makes it), or the ids of it (`--write-ids`, `--ids`; of decoders),
+to compare them. `ids_sha256` says whether they read the same.
 
 A file that is there keeps its rows of other models: a model at a time is a run, too.
 """
@@ -41,9 +41,10 @@ from rich.console import Console
 from rich.table import Table
 
 from demo import evaluate, texts
-from demo.models import MODELS, find_gguf, load
+from demo.models import MODELS, find_gguf, load, load_model
 from kvcache.integrations.transformers import register
-from perf import accuracy_decoders, accuracy_embeddings
+from perf import accuracy_decoders, accuracy_embeddings, accuracy_ids
+from perf.accuracy_ids import Ids
 from perf.accuracy_sections import COLUMNS, accuracy_lines, read_accuracy
 from perf.rows import describe_machine
 
@@ -105,21 +106,24 @@ def decoder_text(
 def measure_decoder(
     name: str,
     model_dir: Path | None,
-    text: str,
+    source: str | Ids,
     dtypes: Sequence[str],
     size: Size,
     rotate_keys: bool | None,
     per_head: bool,
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    """Rows of one of the demo's models."""
+    """Rows of one of the demo's models; it reads a text, or ids that were made of one."""
     register("cute_kv")
-    tokenizer, model = load(find_gguf(name, model_dir), device, "cute_kv")
-    ids, calibration = (
-        texts.encode(tokenizer, each).to(device) for each in (text, texts.CALIBRATION_TEXT)
-    )
+    gguf = find_gguf(name, model_dir)
+    if isinstance(source, str):
+        tokenizer, model = load(gguf, device, "cute_kv")
+        source = accuracy_ids.ids_of(tokenizer, source)
+    else:
+        model = load_model(gguf, device, "cute_kv")
+    ids, calibration = source.tensors(device)
     rotate = MODELS[name].rotate_keys if rotate_keys is None else rotate_keys
-    first = tokenizer.bos_token_id if ids[0, 0] == tokenizer.bos_token_id else None
+    first = source.bos if source.text[0] == source.bos else None
     read = decoder_text(ids, calibration, size, first)
     chunk = CHUNK[device.type]
     rows = accuracy_decoders.measure(model, read, dtypes, rotate, chunk, per_head=per_head)
@@ -213,6 +217,18 @@ def print_report(rows: list[dict[str, Any]]) -> None:
     callback=write_text,
     help="Write what is read without --text, and stop.",
 )
+@click.option(
+    "--write-ids",
+    "ids_to_write",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the ids of what is read, and stop.",
+)
+@click.option(
+    "--ids",
+    "ids_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Read these, by no tokenizer.",
+)
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--commit", help="What to record where there is no git repository.")
 def main(
@@ -223,6 +239,8 @@ def main(
     rotate_keys: bool | None,
     per_head: bool,
     text_path: Path | None,
+    ids_to_write: Path | None,
+    ids_path: Path | None,
     output: Path | None,
     commit: str | None,
     **sizes: int,
@@ -231,6 +249,9 @@ def main(
         raise click.ClickException("--device cuda: torch sees no GPU")
     device, size = torch.device(device_name), Size(**sizes)
     text = default_text() if text_path is None else text_path.read_text(encoding="utf-8")
+    if ids_to_write is not None:
+        accuracy_ids.write(ids_to_write, names, model_dir, text)
+        return
     machine, rows = machine_of(device, commit), []
     others = read_accuracy(output) if output is not None and output.exists() else []
     others = [row for row in others if row["model"] not in names]
@@ -240,8 +261,9 @@ def main(
             if name == accuracy_embeddings.NAME:
                 found = measure_encoder(model_dir, text, dtypes, size, device)
             else:
+                source = text if ids_path is None else accuracy_ids.read(ids_path, name)
                 found = measure_decoder(
-                    name, model_dir, text, dtypes, size, rotate_keys, per_head, device
+                    name, model_dir, source, dtypes, size, rotate_keys, per_head, device
                 )
         attention = attention_of(name, device, notes)
         rows += [{"model": name, "attention": attention} | machine | row for row in found]

@@ -54,6 +54,7 @@ class Given(NamedTuple):
     commit: str | None = None
     model_dir: Path | None = None
     text: Path | None = None
+    ids: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Measurement:
     limit: seconds, some times what it takes. suffix: of the name, where a kind has several; each
     has a file of its own, but for parts, which add to the kind's. timed: its rows can be compared.
     commit: it takes --commit. models: it reads the demo's models, and takes --model-dir. text: it
-    takes --text.
+    takes --text and --ids.
     """
 
     kind: str
@@ -88,7 +89,7 @@ class Measurement:
 
     def command(self, file: Path, given: Given) -> list[str]:
         found = [sys.executable, "-m", self.module, *self.arguments, self.output, str(file)]
-        wanted = (self.commit, self.models, self.text)
+        wanted = (self.commit, self.models, self.text, self.text)
         for wants, (name, value) in zip(wanted, given._asdict().items(), strict=True):
             if wants and value:
                 found += [f"--{name.replace('_', '-')}", str(value)]
@@ -319,6 +320,11 @@ def print_list(context: click.Context, _: click.Parameter, wanted: bool) -> None
     "--text",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="What perf.accuracy reads.",
+)
+@click.option(
+    "--ids",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Of what perf.accuracy reads, from its --write-ids.",
 )
 @click.option("--commit", help="What to record where there is no git repository.")
 @click.option("--dry-run", is_flag=True)

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from perf.accuracy_sections import agreement, read_accuracy
@@ -14,7 +15,12 @@ from tests.requires import requires_module
 
 requires_module("transformers")
 
-from perf import accuracy, accuracy_embeddings  # noqa: E402 - needs transformers
+from perf import (  # noqa: E402 - needs transformers
+    accuracy,
+    accuracy_decoders,
+    accuracy_embeddings,
+    accuracy_ids,
+)
 
 ESTIMATE = {"value": 0.01, "standard_error": 0.001}
 ROW = {
@@ -99,3 +105,44 @@ def test_a_model_at_a_time_makes_one_file(tmp_path, monkeypatch):
     assert run("smollm2", "b") == [("smollm2", "b"), ("minilm", "a")]
     assert run("smollm2", "c") == [("smollm2", "c"), ("minilm", "a")]
     assert set(texts) == {accuracy.default_text()}
+
+
+class Letters:
+    """A tokenizer whose ids are the letters' numbers."""
+
+    bos_token_id = 1
+
+    def __call__(self, text, return_tensors):
+        return {"input_ids": torch.tensor([[self.bos_token_id, *map(ord, text)]])}
+
+
+def test_ids_from_a_file_are_read_as_the_text_is(tmp_path, monkeypatch):
+    """Without a tokenizer, which one host may read otherwise than another."""
+    read = []
+
+    def measured(model, text, *others, **more):
+        read.append(text)
+        return []
+
+    for name in ("find_gguf", "register"):
+        monkeypatch.setattr(accuracy, name, lambda *arguments: None)
+    monkeypatch.setattr(accuracy_ids, "find_gguf", lambda *arguments: None)
+    monkeypatch.setattr(accuracy_ids, "load_tokenizer", lambda gguf: Letters())
+    monkeypatch.setattr(accuracy, "load", lambda *arguments: (Letters(), None))
+    monkeypatch.setattr(accuracy, "load_model", lambda *arguments: None)
+    monkeypatch.setattr(accuracy_decoders, "measure", measured)
+    path, text = tmp_path / "ids.json", tmp_path / "text"
+    text.write_text("what is read " * 1000, encoding="utf-8")
+    common = ["--model", "smollm2", "--text", str(text)]
+    done = CliRunner().invoke(accuracy.main, [*common, "--write-ids", str(path)])
+    assert done.exit_code == 0 and not read, done.output
+    for more in ([], ["--ids", str(path)]):
+        done = CliRunner().invoke(accuracy.main, [*common, *more])
+        assert done.exit_code == 0, done.output
+    for one, other in zip(*read, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    assert (read[0].windows[:, 0] == Letters.bos_token_id).all()
+    done = CliRunner().invoke(
+        accuracy.main, ["--model", "gemma3-270m", "--text", str(text), "--ids", str(path)]
+    )
+    assert done.exit_code == 1 and "has no ids of gemma3-270m" in done.output

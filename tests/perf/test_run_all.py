@@ -49,13 +49,14 @@ def test_every_command_is_one(what, tmp_path):
         requires_module("transformers")
     text = tmp_path / "text"
     text.touch()
-    command = what.command(tmp_path / "r.json", run_all.Given("abc", tmp_path, text))
+    command = what.command(tmp_path / "r.json", run_all.Given("abc", tmp_path, text, text))
     main = importlib.import_module("demo.cli" if what.module == "demo" else what.module).main
     with main.make_context(what.module, command[3:]) as context:
         select_providers(tuple(context.params.get("providers", ())))
         assert (context.params.get("commit") == "abc") == what.commit
         assert (context.params.get("model_dir") == tmp_path) == what.models
         assert (context.params.get("text_path") == text) == what.text
+        assert (context.params.get("ids_path") == text) == what.text
     assert what.kind in {kind.name for kind in render.KINDS}
 
 
