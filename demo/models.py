@@ -150,9 +150,10 @@ def load_model(
     Raises:
         ClickException: a package is missing.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        dtype=torch.float32, attn_implementation=attn_implementation, **_where(gguf)
-    )
+    with _parsing_once():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            dtype=torch.float32, attn_implementation=attn_implementation, **_where(gguf)
+        )
     return model.to(device).eval()
 
 

@@ -27,6 +27,7 @@ from perf.timing import Call
 
 QUERY_BLOCK = 128
 MAX_ELEMENTS = 2**31 - 1
+MAX_CASES = 64
 
 
 class PageMask(NamedTuple):
@@ -109,7 +110,10 @@ def with_own_pool(inputs: InputSet) -> InputSet:
 
 @cache
 def _compiled() -> Callable[..., torch.Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
+    """Compiled anew for each case, of which there are more than the 8 that torch allows by default
+    before it runs the function as it is, slowly; with `fullgraph` that would be an error."""
+    torch._dynamo.config.recompile_limit = MAX_CASES
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def torch_flex_attention(
