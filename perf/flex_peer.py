@@ -5,10 +5,10 @@ queries visits, and which of them it sees whole, stands in a `BlockMask`. Pages 
 part are masked element by element. Made when bound, as a serving engine makes it once a step for
 all layers. A quantized cache cannot be read so: there is no scale a page or head to apply.
 
-Of pools of 2^31 and more elements torch 2.11's decode template does not compile (it mixes indices
-of 32 and 64 bits; H200, 2026-11-30): then the pages of the call are copied into a pool of their own
-when bound. The copy of the result into `inputs.out` is in the time; it moves what the kernel
-writes.
+The pages of a call are copied into a pool of their own when it is bound, in the order that they
+had: torch's decode template splits keys by the length of the pool, and that of torch 2.11 does not
+compile for 2^31 and more elements (it mixes indices of 32 and 64 bits; H200, 2026-11-30). The copy
+of the result into `inputs.out` is in the time; it moves what the kernel writes.
 """
 
 from __future__ import annotations
@@ -126,8 +126,7 @@ def torch_flex_attention(
     """
     if inputs.k.dtype is not inputs.q.dtype:
         raise Refusal(f"reads a cache in the queries' dtype, this one is {inputs.k.dtype}")
-    if inputs.k.numel() > MAX_ELEMENTS:
-        inputs = with_own_pool(inputs)
+    inputs = with_own_pool(inputs)
     if inputs.k.numel() > MAX_ELEMENTS:
         raise Refusal(f"{inputs.k.numel()} elements of K; its decode template is for 2^31 - 1")
     attention = attention or _compiled()

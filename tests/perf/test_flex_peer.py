@@ -105,7 +105,7 @@ def test_a_quantized_cache_is_refused():
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_large_pools_are_copied_and_too_large_calls_refused(case, monkeypatch):
+def test_a_call_has_its_own_pages_and_too_many_are_refused(case, monkeypatch):
     """torch's decode template takes 31 bits of elements; here as many as the call's pages have."""
     inputs = make_inputs(*case)
     pages = sum(-(-length // PAGE) for length in case[2])
