@@ -161,9 +161,7 @@ KINDS = (
         about="Attention and store over all layers of a model on one device, per step of a fixed "
         "trace (`perf/trace.py`): sequences that decode, sequences that verify draft tokens, and "
         "chunks of prompts. Each kind of layer is timed alone and counted as often as it occurs. "
-        "Up to commit 6934af4 a bf16 cache was read by the prefill kernel alone, which does not "
-        "split keys: those times are not what the decode kernel takes. `no kernel` holds for the "
-        "commit that was measured.",
+        "A bf16 cache is stored by torch's `index_copy_`.",
         brief=serving_summary,
     ),
     Kind(name="load", title="Loading kernels from a bundle", read=_read_load, table=load_table),

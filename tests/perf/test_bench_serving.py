@@ -18,7 +18,14 @@ from perf.inputs import random_codes
 from perf.rows import OK, Measurement, check_row, make_row, make_workload
 from perf.sections import ResultFile
 from perf.serving_inputs import PAGE
-from perf.serving_sections import SERVING_COLUMNS, serving_lines, serving_summary
+from perf.serving_sections import (
+    LAST_WITHOUT_16_BIT_DECODE,
+    SERVING_COLUMNS,
+    reservations,
+    serving_lines,
+    serving_summary,
+    serving_table,
+)
 from perf.timing import Timing
 from perf.trace import Layers, Step, TraceSpec, Work
 from tests.perf.helpers import MACHINE, METHOD
@@ -273,6 +280,21 @@ def test_pools_hold_what_their_dtype_says():
     assert not fp8.k.float().isnan().any() and not torch.equal(fp8.k.float(), fp8.v.float())
     assert serving_inputs.make_pool(layer, "bf16", 2, generator).v.dtype is torch.bfloat16
     assert len(random_codes(4096, generator).unique()) == 254
+
+
+def test_what_no_longer_holds_is_said_of_the_commit_alone():
+    def said(status, commit):
+        rows = [row | {"commit": commit} for row in rows_of(status)]
+        file = ResultFile(Path("x.json"), "serving", "serving_x", "2026-01-02", rows)
+        texts = {
+            reservations(file) in text for text in (serving_table(file), serving_summary(file))
+        }
+        assert texts == {True}
+        return reservations(file)
+
+    assert said(OK, "abc") == ""
+    assert "prefill kernel alone" in said(OK, LAST_WITHOUT_16_BIT_DECODE + "282")
+    assert said("no kernel: nvfp4", "abc") == "`no kernel` holds for the commit that was measured."
 
 
 def test_the_summary_has_a_step_and_the_capacity_or_says_that_no_kernel_serves_it():
