@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,11 +204,24 @@ KINDS = (
 )
 
 
+def check_date(file: ResultFile) -> None:
+    """The newest file of a label is shown: its name's date must be that of its rows, or that of the
+    day before, when a run of several began.
+
+    Raises:
+        ValueError: it is not.
+    """
+    day = date.fromisoformat(file.date)
+    for row in file.rows:
+        if "date" in row and not 0 <= (date.fromisoformat(row["date"][:10]) - day).days <= 1:
+            raise ValueError(f"{file.path.name}: a row of {row['date']}")
+
+
 def find(folder: Path) -> dict[str, list[list[ResultFile]]]:
     """Files of each kind by label, newest first, short labels first.
 
     Raises:
-        ValueError: a result file whose rows `perf.rows` refuses.
+        ValueError: a result file whose rows `perf.rows` refuses, or `check_date` does.
     """
     kinds = {kind.name: kind for kind in KINDS}
     found: dict[str, dict[str, list[ResultFile]]] = {name: {} for name in kinds}
@@ -216,6 +230,7 @@ def find(folder: Path) -> dict[str, list[list[ResultFile]]]:
         if name and name["kind"] in kinds:
             rows = kinds[name["kind"]].read(path)
             file = ResultFile(path, name["kind"], name["label"], name["date"], rows)
+            check_date(file)
             found[name["kind"]].setdefault(name["label"], []).append(file)
     return {
         kind: sorted(labels.values(), key=lambda files: (files[0].label.count("_"), files[0].label))
