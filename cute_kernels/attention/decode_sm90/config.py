@@ -56,6 +56,8 @@ class DecodeConfig:
         warpgroup that gives its own away (setmaxnreg); 0 for a single producer warp.
     loader_only: consumers only hand slots back. The read ceiling of perf/, not an attention.
     kv_format: one of ``KV_FORMATS``; what depends on it is a policy, see fragments.py.
+    warpgroups: of consumers. Two take two tiles a step: each scores one of them, and multiplies
+        both tiles' probabilities with its half of the head.
     """
 
     head_size: int
@@ -67,6 +69,7 @@ class DecodeConfig:
     consumer_registers: int = 0
     loader_only: bool = False
     kv_format: str = "fp8_e4m3"
+    warpgroups: int = 1
 
     @property
     def name(self) -> str:
@@ -125,11 +128,13 @@ class DecodeConfig:
         see that a warp's barrier orders the other lanes' reads before the one arrival, and reports
         them against the copies of block scales, which are the only writes to a slot that it
         follows. All lanes' arrivals cost nothing (H200: D128 91.5, D512 47.7 us either way)."""
-        return WARPGROUP_THREADS if self.block_scaled else 4
+        return WARPGROUP_THREADS if self.block_scaled else self.consumer_warps
 
     @property
     def step_tiles(self) -> int:
         """Tiles that share one softmax exchange: small tiles are bound by its latency."""
+        if self.warpgroups > 1:
+            return self.warpgroups
         if self.warps_apart:
             return 1
         if self.block_scaled and self.head_size == 256 and self.rows == 8:
@@ -153,14 +158,27 @@ class DecodeConfig:
         return 0 if self.block_scaled and self.head_size == 512 and self.rows == 32 else 1
 
     @property
+    def loads_ahead(self) -> bool:
+        """Whether the next operands are read from shared memory before the products of these."""
+        return self.uses_wgmma and self.kv_format == "fp8_e4m3"
+
+    @property
     def parts_in_flight(self) -> int:
         """Parts of an item whose loads a thread has in flight while it combines them (fixup.py): as
         many as its registers hold."""
         return 4 if self.ctas_per_sm >= 4 else 8
 
     @property
+    def consumer_threads(self) -> int:
+        return self.warpgroups * WARPGROUP_THREADS
+
+    @property
+    def consumer_warps(self) -> int:
+        return 4 * self.warpgroups
+
+    @property
     def threads(self) -> int:
-        return WARPGROUP_THREADS + (WARPGROUP_THREADS if self.consumer_registers else 32)
+        return self.consumer_threads + (WARPGROUP_THREADS if self.consumer_registers else 32)
 
     @property
     def head_bytes(self) -> int:
@@ -169,8 +187,8 @@ class DecodeConfig:
 
     @property
     def value_units(self) -> int:
-        """16-byte units of a token's V that one of the four consumer warps reads."""
-        return self.head_bytes // 64
+        """16-byte units of a token's V that one of the consumer warps reads."""
+        return self.head_bytes // (16 * self.consumer_warps)
 
     @property
     def heads_in_line(self) -> int:
@@ -227,7 +245,7 @@ def smem_bytes(config: DecodeConfig) -> int:
     ring = config.stages * config.stage_bytes
     queries = rows * head_size * 2 if config.queries_in_smem else 0
     # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items, plan
-    tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4) + 64 + 32
+    tables = rows * (3 * 4 * config.consumer_warps + 4 + 8) + 64 + 32
     barriers = 2 * 8 * config.stages
     parts = (config.exchange_bytes, queries, config.scale_table_bytes, tables, barriers)
     return ring + sum(parts) + 3 * 1024
@@ -240,7 +258,8 @@ def _stages_within(config: DecodeConfig) -> int:
     return (budget - fixed) // (config.stage_bytes + 16)
 
 
-# (head size, rows) -> (CTAs per SM, consumer registers by setmaxnreg or 0).
+# (head size, rows) -> (CTAs per SM, consumer registers by setmaxnreg or 0, consumer warpgroups if
+# more than one).
 #
 # One consumer warpgroup hides the latency of a 64-token tile only when the tile is large: small
 # tiles want more CTAs beside each other. An SM partition of 16384 registers then holds 2, 3, 4 or
@@ -248,8 +267,8 @@ def _stages_within(config: DecodeConfig) -> int:
 # accumulators need more, the producer becomes a warpgroup that gives its registers away.
 _RESIDENCY_FP8 = {
     (512, 8): (1, 0),
-    (512, 16): (1, 0),
-    (512, 32): (1, 0),
+    (512, 16): (1, 0, 2),
+    (512, 32): (1, 232, 2),
     (256, 8): (2, 0),
     (256, 16): (2, 0),
     (256, 32): (2, 216),
@@ -318,9 +337,9 @@ def make_config(
     kv_format: str = "fp8_e4m3",
 ) -> DecodeConfig:
     """The tuned variant for a head size, row bucket, query dtype, TMA box and cache format."""
-    ctas, registers = _RESIDENCY[kv_format][head_size, rows]
+    ctas, registers, *warpgroups = _RESIDENCY[kv_format][head_size, rows]
     draft = DecodeConfig(
-        head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format
+        head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format, *warpgroups
     )
     stages = min(_stages_within(draft), _MAX_RING_BYTES_PER_SM // ctas // draft.stage_bytes)
     return replace(draft, stages=stages)

@@ -77,6 +77,18 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         cute.arch.mbarrier_wait(self.ring.full + at.slot, at.phase)
         self.release(at.slot)
 
+    def tiles_of_warp(self, tiles):
+        """Those of a step's tiles that the warp scores: all, or its warpgroup's."""
+        if self.config.warpgroups == 1:
+            return tiles
+
+        def own(a, b):
+            return cutlass.select_(self.own_tile == 0, a, b)
+
+        a, b = tiles
+        k, v = [Position(*map(own, getattr(a, x), getattr(b, x))) for x in ("k", "v")]
+        return [TileOfStep(own(a.index, b.index), own(a.live, b.live), k, v)]
+
     def view_of(self, seq: Sequence, chunk: Chunk) -> View:
         own = seq.used - seq.q_len
         own_first = own + query_token(self.shape, chunk.first_row)
@@ -101,6 +113,9 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         else:
             for i in cutlass.range_constexpr(4 * self.row_blocks):
                 rS[i] = Float32(dsl.NEG_INF)
+            if const_expr(self.config.uses_wgmma):
+                for i in cutlass.range_constexpr(2 * self.row_blocks):
+                    rScale[i] = Float32(1.0)
 
     @cute.jit
     def prepare_values(self, tile: TileOfStep, which: cutlass.Constexpr, seq: Sequence, low: Int32):
@@ -154,12 +169,16 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         if const_expr(config.uses_wgmma):
             self.mma.set(warpgroup.Field.ACCUMULATE, True)
         acc, state = self.make_state()
+        tiles_of_warp = range(config.step_tiles // config.warpgroups)
         scores = [
             cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32)
-            for _ in range(config.step_tiles)
+            for _ in tiles_of_warp
         ]
         rQ = cute.make_rmem_tensor((1 if config.queries_in_smem else config.head_size // 8,), Int32)
         rScale = cute.make_rmem_tensor((2,), Float32)
+        row_scales = None
+        if const_expr(config.uses_wgmma):
+            row_scales = [cute.make_rmem_tensor((2 * self.row_blocks,), Float32) for _ in tiles_of_warp]
         if const_expr(not config.loader_only):
             # before the first tile arrives, so it costs nothing
             self.write_rows_without_keys(output, lengths, cta, ctas)
@@ -214,8 +233,10 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                             if const_expr(not config.paired):
                                 self.discard(tiles[i].v)
                 else:
-                    for i in cutlass.range_constexpr(config.step_tiles):
-                        self.score_tile(scores[i], rQ, rScale, tiles[i], view)
+                    scored = self.tiles_of_warp(tiles)
+                    for i in cutlass.range_constexpr(len(scored)):
+                        scale = rScale if const_expr(row_scales is None) else row_scales[i]
+                        self.score_tile(scores[i], rQ, scale, scored[i], view)
                     if const_expr(config.block_scaled):
                         for i in cutlass.range_constexpr(config.step_tiles):
                             self.prepare_values(tiles[i], i, seq, segment.low)
@@ -225,7 +246,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                             if tiles[i].live != 0:
                                 self.own_values(acc, tiles[i].v.slot, operands[i], i)
                     else:
-                        self.softmax(scores, acc, state, buffer)
+                        self.softmax(scores, row_scales, acc, state, buffer)
                         for i in cutlass.range_constexpr(config.step_tiles):
                             self.add_values(acc, tiles[i], i, buffer, seq, segment.low)
                         buffer = buffer ^ 1

@@ -46,7 +46,6 @@ from cute_kernels.attention.common.tile_schedule import (
     split_tiles,
     splits_of_first_cta,
 )
-from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, ConsumerLane, Plan
 
 # Threads that read one part's row side by side, at least: 4 times 16 bytes are two sectors.
@@ -218,12 +217,12 @@ class Fixup(ConsumerLane):
         share = (blocks + shared.pieces - 1) // shared.pieces
         begin = (shared.own & 0xFFFF) * share
         end = cutlass.min(begin + (shared.own >> 16) * share, blocks)
-        # Threads side by side take neighbouring blocks; the rest of the warpgroup splits the parts,
+        # Threads side by side take neighbouring blocks; the other consumers split the parts,
         # where they may be added in another order than one after the other.
-        width = Int32(WARPGROUP_THREADS)
+        width = Int32(self.config.consumer_threads)
         while (width > _MIN_WIDTH) & (width >= 2 * share) & (self.shape.splits == 0):
             width = width >> 1
-        groups = WARPGROUP_THREADS // width
+        groups = self.config.consumer_threads // width
         group = self.tid // width
         for base in cutlass.range(begin, end, width, unroll=1):
             block = base + self.tid - group * width
@@ -320,13 +319,13 @@ class Fixup(ConsumerLane):
                 state = merged(state, [dsl.shuffle_xor_f32(x, Int32(distance)) for x in state])
         if groups > 1:
             at = self.ring.base.toint() + self.tid * 16
-            sums = self.ring.base.toint() + WARPGROUP_THREADS * 16 + self.tid * 8
+            sums = self.ring.base.toint() + self.config.consumer_threads * 16 + self.tid * 8
             dsl.st_shared_f32x4(at, *state[2:])
             dsl.st_shared_f32x2(sums, state[0], state[1])
             self.barrier()
             # from here on a group is the warps that hold the same blocks
             stride = cutlass.max(width, Int32(32))
-            for other in cutlass.range(stride, WARPGROUP_THREADS, stride, unroll=1):
+            for other in cutlass.range(stride, self.config.consumer_threads, stride, unroll=1):
                 if self.tid < stride:
                     theirs = (
                         *dsl.ld_shared_f32x2(sums + other * 8),
@@ -356,7 +355,7 @@ class Fixup(ConsumerLane):
     @cute.jit
     def write_rows_without_keys(self, output: Output, lengths: Lengths, cta: Int32, ctas: Int32):
         """Rows of sequences that have no tile: output 0, LSE the sink or -inf."""
-        shape = self.shape
+        shape, threads = self.shape, self.config.consumer_threads
         heads = shape.head_sets * shape.abreast * shape.group
         cta = cta * shape.abreast + shape.place
         ctas = ctas * shape.abreast
@@ -365,7 +364,7 @@ class Fixup(ConsumerLane):
             blocks = seq.q_len * heads * (self.config.head_size // 4)
             if (seq.tiles > 0) | (seq.chunks == 0):
                 blocks = Int32(0)
-            for block in cutlass.range(self.tid, blocks, WARPGROUP_THREADS, unroll=1):
+            for block in cutlass.range(self.tid, blocks, threads, unroll=1):
                 row = block // (self.config.head_size // 4)
                 element = 4 * (block - row * (self.config.head_size // 4))
                 token = row // heads

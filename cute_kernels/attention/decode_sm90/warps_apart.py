@@ -15,7 +15,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels import dsl
 from cute_kernels.attention.decode_sm90.lane import Softmax
-from cute_kernels.attention.decode_sm90.tile_math import MAX_LAG, TileMath, reference
+from cute_kernels.attention.decode_sm90.tile_math import MAX_LAG, TileMath
 
 
 class WarpsApart(TileMath):
@@ -29,10 +29,9 @@ class WarpsApart(TileMath):
         exceeded = (tops[0] > state.rMax[0] + MAX_LAG) | (tops[1] > state.rMax[1] + MAX_LAG)
         if cute.arch.vote_any_sync(exceeded):
             self._raise_own_maxima(tops, acc, state)
-        references = [reference(state.rMax[r]) for r in range(2)]
         operands = []
         for i in cutlass.range_constexpr(len(scores)):
-            p = [dsl.exp2(scores[i][z] - references[z % 2]) for z in range(4)]
+            p = [dsl.exp2(scores[i][z] - state.rMax[z % 2]) for z in range(4)]
             for r in cutlass.range_constexpr(2):
                 state.rSum[r] = state.rSum[r] + (p[r] + p[2 + r])
             near = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[0], p[1]))
@@ -48,7 +47,7 @@ class WarpsApart(TileMath):
             for step in cutlass.range_constexpr(3):
                 top = dsl.fmax(top, dsl.shuffle_xor_f32(top, Int32(4 << step)))
             top = dsl.fmax(top, state.rMax[r])
-            correction.append(dsl.exp2(state.rMax[r] - reference(top)))
+            correction.append(dsl.exp2(state.rMax[r] - top))
             state.rMax[r] = top
             state.rSum[r] = state.rSum[r] * correction[r]
         self._rescale(acc, correction, 0)
