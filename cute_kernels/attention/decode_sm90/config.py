@@ -163,6 +163,12 @@ class DecodeConfig:
         return self.uses_wgmma and self.kv_format == "fp8_e4m3"
 
     @property
+    def values_overlap(self) -> bool:
+        """Whether a step's last products with V may be in flight until the next step's first ones
+        with K. ptxas serializes all where a warpgroup may have no tile of its own to score."""
+        return self.loads_ahead and self.warpgroups == 1
+
+    @property
     def parts_in_flight(self) -> int:
         """Parts of an item whose loads a thread has in flight while it combines them (fixup.py): as
         many as its registers hold."""

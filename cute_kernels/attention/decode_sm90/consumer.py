@@ -251,6 +251,8 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                             self.add_values(acc, tiles[i], i, buffer, seq, segment.low)
                         buffer = buffer ^ 1
             if const_expr(not config.loader_only):
+                if const_expr(config.values_overlap):
+                    warpgroup.wait_group(0)
                 if const_expr(config.warps_apart):
                     self.join_warps(acc, state)
                 self.reduce_sums(state)

@@ -70,6 +70,8 @@ class TileMath(ConsumerLane):
         accumulator = cute.make_tensor(
             rS.iterator, cute.make_layout(((2, 2, self.row_blocks), 1, 1), stride=((1, 2, 4), 0, 0))
         )
+        if const_expr(p == 0 and self.config.values_overlap):
+            warpgroup.wait_group(0)
         warpgroup.fence()
         for s in cutlass.range_constexpr(4):
             cute.gemm(
@@ -310,7 +312,8 @@ class TileMath(ConsumerLane):
 
     @cute.jit
     def values(self, acc: cute.Tensor, slot: Int32, tile: Int32, which: cutlass.Constexpr):
-        """acc += V^T P^T of one tile (it has arrived), then hands its slot back.
+        """acc += V^T P^T of one tile (it has arrived), then hands its slot back. Its last products may
+        still be in flight (``values_overlap``).
 
         tile: index of its P^T among those in shared memory. which: its index in the step.
         """
@@ -334,7 +337,7 @@ class TileMath(ConsumerLane):
             else:
                 self._values_mma(acc, loaded, p, load)
         self.release(slot)
-        if const_expr(config.uses_wgmma):
+        if const_expr(config.uses_wgmma and not config.values_overlap):
             warpgroup.wait_group(0)
 
     @cute.jit
