@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cute_kernels.attention.decode_sm90.residency import RESIDENCY
 from cute_kernels.formats import NVFP4_GROUP
 
 TILE_TOKENS = 64
@@ -165,8 +166,11 @@ class DecodeConfig:
     @property
     def values_overlap(self) -> bool:
         """Whether a step's last products with V may be in flight until the next step's first ones
-        with K. ptxas serializes all where a warpgroup may have no tile of its own to score."""
-        return self.loads_ahead and self.warpgroups == 1
+        with K. ptxas serializes all of them where a warpgroup may have no tile to score, and where
+        a step has two tiles of a single load."""
+        if self.warpgroups > 1 or (self.head_size == 64 and self.step_tiles > 1):
+            return False
+        return self.loads_ahead
 
     @property
     def parts_in_flight(self) -> int:
@@ -264,71 +268,6 @@ def _stages_within(config: DecodeConfig) -> int:
     return (budget - fixed) // (config.stage_bytes + 16)
 
 
-# (head size, rows) -> (CTAs per SM, consumer registers by setmaxnreg or 0, consumer warpgroups if
-# more than one).
-#
-# One consumer warpgroup hides the latency of a 64-token tile only when the tile is large: small
-# tiles want more CTAs beside each other. An SM partition of 16384 registers then holds 2, 3, 4 or
-# 5 warps of 1, 2, 3 or 4 CTAs, which caps a thread at 255, 168, 128 or 96 registers; where the
-# accumulators need more, the producer becomes a warpgroup that gives its registers away.
-_RESIDENCY_FP8 = {
-    (512, 8): (1, 0),
-    (512, 16): (1, 0, 2),
-    (512, 32): (1, 232, 2),
-    (256, 8): (2, 0),
-    (256, 16): (2, 0),
-    (256, 32): (2, 216),
-    (128, 8): (2, 0),
-    (128, 16): (2, 0),
-    (128, 32): (2, 0),
-    (128, 64): (2, 216),
-    (64, 8): (2, 0),
-    (64, 16): (2, 0),
-    (64, 32): (2, 0),
-    (64, 64): (2, 216),
-}
-# NVFP4 is bound by the issue of instructions, not by loads: it wants more warps, as long as nothing
-# spills. The best of what was tried on an H200 (perf/NOTES.md); for (256, 16), (256, 32), (64, 16)
-# and (64, 32) what compiles without spills.
-_RESIDENCY_NVFP4 = {
-    (512, 8): (2, 0),
-    (512, 16): (2, 216),
-    (512, 32): (2, 216),
-    (256, 8): (3, 0),
-    (256, 16): (2, 216),
-    (256, 32): (2, 216),
-    (128, 8): (4, 0),
-    (128, 16): (2, 0),
-    (128, 32): (2, 0),
-    (128, 64): (2, 216),
-    (64, 8): (4, 0),
-    (64, 16): (3, 0),
-    (64, 32): (3, 0),
-    (64, 64): (2, 216),
-}
-# A tile of 16 bits is twice as large as one of FP8, so that half the CTAs keep as much in flight.
-_RESIDENCY_16_BITS = {
-    (512, 8): (1, 0),
-    (512, 16): (1, 0),
-    (512, 32): (1, 0),
-    (256, 8): (1, 0),
-    (256, 16): (1, 0),
-    (256, 32): (1, 0),
-    (128, 8): (1, 0),
-    (128, 16): (2, 0),
-    (128, 32): (2, 0),
-    (128, 64): (2, 216),
-    (64, 8): (2, 0),
-    (64, 16): (2, 0),
-    (64, 32): (2, 0),
-    (64, 64): (2, 216),
-}
-_RESIDENCY = {
-    "fp8_e4m3": _RESIDENCY_FP8,
-    "nvfp4": _RESIDENCY_NVFP4,
-    "bf16": _RESIDENCY_16_BITS,
-    "fp16": _RESIDENCY_16_BITS,
-}
 _MAX_SPLIT_ELEMENTS = 1 << 18
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608
@@ -343,9 +282,9 @@ def make_config(
     kv_format: str = "fp8_e4m3",
 ) -> DecodeConfig:
     """The tuned variant for a head size, row bucket, query dtype, TMA box and cache format."""
-    ctas, registers, *warpgroups = _RESIDENCY[kv_format][head_size, rows]
+    ctas, registers, *two = RESIDENCY[kv_format][head_size, rows]
     draft = DecodeConfig(
-        head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format, *warpgroups
+        head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format, *two
     )
     stages = min(_stages_within(draft), _MAX_RING_BYTES_PER_SM // ctas // draft.stage_bytes)
     return replace(draft, stages=stages)

@@ -169,16 +169,15 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         if const_expr(config.uses_wgmma):
             self.mma.set(warpgroup.Field.ACCUMULATE, True)
         acc, state = self.make_state()
-        tiles_of_warp = range(config.step_tiles // config.warpgroups)
+        scored = range(config.step_tiles // config.warpgroups)
         scores = [
-            cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32)
-            for _ in tiles_of_warp
+            cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32) for _ in scored
         ]
         rQ = cute.make_rmem_tensor((1 if config.queries_in_smem else config.head_size // 8,), Int32)
         rScale = cute.make_rmem_tensor((2,), Float32)
         row_scales = None
         if const_expr(config.uses_wgmma):
-            row_scales = [cute.make_rmem_tensor((2 * self.row_blocks,), Float32) for _ in tiles_of_warp]
+            row_scales = [cute.make_rmem_tensor((2 * self.row_blocks,), Float32) for _ in scored]
         if const_expr(not config.loader_only):
             # before the first tile arrives, so it costs nothing
             self.write_rows_without_keys(output, lengths, cta, ctas)
@@ -233,10 +232,10 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                             if const_expr(not config.paired):
                                 self.discard(tiles[i].v)
                 else:
-                    scored = self.tiles_of_warp(tiles)
-                    for i in cutlass.range_constexpr(len(scored)):
+                    own = self.tiles_of_warp(tiles)
+                    for i in cutlass.range_constexpr(len(own)):
                         scale = rScale if const_expr(row_scales is None) else row_scales[i]
-                        self.score_tile(scores[i], rQ, scale, scored[i], view)
+                        self.score_tile(scores[i], rQ, scale, own[i], view)
                     if const_expr(config.block_scaled):
                         for i in cutlass.range_constexpr(config.step_tiles):
                             self.prepare_values(tiles[i], i, seq, segment.low)

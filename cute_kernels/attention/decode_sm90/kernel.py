@@ -6,10 +6,10 @@ D / 16 block scales by strides of their own); page_size a multiple of the varian
 A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
 
 One CTA is a producer warp and one or two consumer warpgroups around a ring of 64-token tiles in
-shared memory: the producer loads K and V by TMA, the consumers multiply, out of registers in which what
-has less than 16 bits becomes fp16 (consumer.py says how). Work is dealt in equal stretches of tiles
-(common/tile_schedule.py); an item that several CTAs share is finished by them together at the end
-of the same launch (fixup.py).
+shared memory: the producer loads K and V by TMA, the consumers multiply, out of registers in which
+what has less than 16 bits becomes fp16 (consumer.py says how). Work is dealt in equal stretches of
+tiles (common/tile_schedule.py); an item that several CTAs share is finished by them together at the
+end of the same launch (fixup.py).
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ class TileMath(ConsumerLane):
                 loaded = self.kv.load_keys(self.tile_in_ring(slot, 0), p, loaded)
             if const_expr(config.loads_ahead):
                 now = loaded
+                if const_expr(p == 0 and config.values_overlap):
+                    warpgroup.wait_group(0)
                 if const_expr(p + 1 < passes):
                     loaded = self.kv.load_keys(self.tile_in_ring(slot, 0), p + 1, loaded)
                 self._scores_wgmma(rS, now, p)
@@ -70,8 +72,6 @@ class TileMath(ConsumerLane):
         accumulator = cute.make_tensor(
             rS.iterator, cute.make_layout(((2, 2, self.row_blocks), 1, 1), stride=((1, 2, 4), 0, 0))
         )
-        if const_expr(p == 0 and self.config.values_overlap):
-            warpgroup.wait_group(0)
         warpgroup.fence()
         for s in cutlass.range_constexpr(4):
             cute.gemm(
@@ -229,7 +229,8 @@ class TileMath(ConsumerLane):
         for n in cutlass.range_constexpr(self.row_blocks):
             sums = [Float32(0.0), Float32(0.0)]
             for i in cutlass.range_constexpr(len(scores)):
-                exponents = [self._exponent(scores[i], scales, i, state, 4 * n + z) for z in range(4)]
+                scale = None if scales is None else scales[i]
+                exponents = [self._exponent(scores[i], scale, state, 4 * n + z) for z in range(4)]
                 for z in cutlass.range_constexpr(4):
                     top = dsl.fmax(top, exponents[z])
                 p = [dsl.exp2(exponents[z]) for z in range(4)]
@@ -247,12 +248,12 @@ class TileMath(ConsumerLane):
             cute.arch.fence_proxy("async.shared", space="cta")
         return top
 
-    def _exponent(self, rS: cute.Tensor, scales, tile: int, state: Softmax, z: int) -> Float32:
-        """Of score z of one of the step's tiles: how far it is above its row's maximum."""
+    def _exponent(self, rS: cute.Tensor, rScale, state: Softmax, z: int) -> Float32:
+        """How far score z of a tile is above its row's maximum."""
         row = 2 * (z // 4) + z % 2
-        if scales is None:
+        if rScale is None:
             return rS[z] - state.rMax[row]
-        return dsl.fma(rS[z], scales[tile][row], -state.rMax[row])
+        return dsl.fma(rS[z], rScale[row], -state.rMax[row])
 
     def _warp_row(self, table: Int32, warp, n: int) -> Int32:
         """Address of rows 8 n + 2 j, + 1 in a (4 warps, rows) table."""
@@ -268,7 +269,7 @@ class TileMath(ConsumerLane):
         dsl.st_shared_b32x2(at, near, far)
 
     def _store_probabilities_wgmma(self, words, n: int, tile: Int32):
-        """P^T of the warp's 16 tokens and row blocks n, n + 1: a K-major operand, 128-byte swizzled."""
+        """P^T of the warp's tokens and row blocks n, n + 1: K-major, 128-byte swizzled."""
         lane = self.lane
         row, unit = 8 * (lane // 16) + lane % 8, 2 * self.quarter + lane // 8 % 2
         at = self._tile_of_probabilities(tile) + row * 128 + (unit ^ (lane % 8)) * 16
@@ -312,8 +313,8 @@ class TileMath(ConsumerLane):
 
     @cute.jit
     def values(self, acc: cute.Tensor, slot: Int32, tile: Int32, which: cutlass.Constexpr):
-        """acc += V^T P^T of one tile (it has arrived), then hands its slot back. Its last products may
-        still be in flight (``values_overlap``).
+        """acc += V^T P^T of one tile (it has arrived), then hands its slot back. Its last products
+        may still be in flight (``values_overlap``).
 
         tile: index of its P^T among those in shared memory. which: its index in the step.
         """
