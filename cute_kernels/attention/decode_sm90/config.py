@@ -159,8 +159,9 @@ class DecodeConfig:
         return 0 if self.block_scaled and self.head_size == 512 and self.rows == 32 else 1
 
     @property
-    def loads_ahead(self) -> bool:
-        """Whether the next operands are read from shared memory before the products of these."""
+    def loads_first(self) -> bool:
+        """Whether a warp reads all that it needs of a tile before the first product: the slot is
+        handed back, and loaded anew, while products are made."""
         return self.uses_wgmma and self.kv_format == "fp8_e4m3"
 
     @property
@@ -170,7 +171,7 @@ class DecodeConfig:
         a step has two tiles of a single load."""
         if self.warpgroups > 1 or (self.head_size == 64 and self.step_tiles > 1):
             return False
-        return self.loads_ahead
+        return self.loads_first
 
     @property
     def parts_in_flight(self) -> int:

@@ -36,6 +36,11 @@ class Position(NamedTuple):
     phase: Int32
 
 
+def either(condition, a: Position, b: Position) -> Position:
+    """a where the condition holds, else b."""
+    return Position(*[cutlass.select_(condition, *pair) for pair in zip(a, b, strict=True)])
+
+
 class TileOfStep(NamedTuple):
     """One tile of a step: its index, whether the step has it, and where K and V are."""
 
@@ -77,17 +82,44 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         cute.arch.mbarrier_wait(self.ring.full + at.slot, at.phase)
         self.release(at.slot)
 
+    @cute.jit
+    def tiles_of_step(self, first: Int32, tile_end: Int32, at: Position):
+        """The tiles of the step that begins with tile ``first``, and the ring's position behind it.
+
+        Two warpgroups find the keys of both tiles first, then the values (producer.py)."""
+        config = self.config
+        if const_expr(config.warpgroups > 1):
+            other = self.after(at)
+            live = cutlass.Int32(first + 1 < tile_end)
+            v = either(live != 0, self.after(other), other)
+            v_other = self.after(v)
+            tiles = [
+                TileOfStep(first, Int32(1), at, v),
+                TileOfStep(first + 1, live, other, v_other),
+            ]
+            at = either(live != 0, self.after(v_other), v_other)
+        else:
+            tiles = []
+            for i in cutlass.range_constexpr(config.step_tiles):
+                v = at if const_expr(config.paired) else self.after(at)
+                # the last step may have one tile less
+                live = Int32(1)
+                if const_expr(i > 0):
+                    if first + i >= tile_end:
+                        live = Int32(0)
+                tiles.append(TileOfStep(first + i, live, at, v))
+                at = either(live != 0, self.after(v), at)
+        return tiles, at
+
     def tiles_of_warp(self, tiles):
         """Those of a step's tiles that the warp scores: all, or its warpgroup's."""
         if self.config.warpgroups == 1:
             return tiles
-
-        def own(a, b):
-            return cutlass.select_(self.own_tile == 0, a, b)
-
         a, b = tiles
-        k, v = [Position(*map(own, getattr(a, x), getattr(b, x))) for x in ("k", "v")]
-        return [TileOfStep(own(a.index, b.index), own(a.live, b.live), k, v)]
+        first = self.own_tile == 0
+        k, v = either(first, a.k, b.k), either(first, a.v, b.v)
+        index, live = [cutlass.select_(first, *pair) for pair in zip(a[:2], b[:2], strict=True)]
+        return [TileOfStep(index, live, k, v)]
 
     def view_of(self, seq: Sequence, chunk: Chunk) -> View:
         own = seq.used - seq.q_len
@@ -213,18 +245,8 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                 self.barrier()
             view = self.view_of(seq, chunk)
             for t in cutlass.range(chunk.tile_begin, chunk.tile_end, config.step_tiles, unroll=1):
-                tiles = []
-                for i in cutlass.range_constexpr(config.step_tiles):
-                    k_at = Position(slot, phase)
-                    v_at = k_at if const_expr(config.paired) else self.after(k_at)
-                    # the last step may have one tile less
-                    live = Int32(1)
-                    if const_expr(i > 0):
-                        if t + i >= chunk.tile_end:
-                            live = Int32(0)
-                    if live != 0:
-                        slot, phase = self.after(v_at)
-                    tiles.append(TileOfStep(t + i, live, k_at, v_at))
+                tiles, at_ring = self.tiles_of_step(t, chunk.tile_end, Position(slot, phase))
+                slot, phase = at_ring
                 if const_expr(config.loader_only):
                     for i in cutlass.range_constexpr(config.step_tiles):
                         if tiles[i].live != 0:

@@ -14,7 +14,7 @@ from __future__ import annotations
 # accumulators need more, the producer becomes a warpgroup that gives its registers away.
 _RESIDENCY_FP8 = {
     (512, 8): (1, 0),
-    (512, 16): (1, 0, 2),
+    (512, 16): (1, 232, 2),
     (512, 32): (1, 232, 2),
     (256, 8): (2, 0),
     (256, 16): (2, 0),

@@ -33,24 +33,24 @@ class TileMath(ConsumerLane):
         for i in cutlass.range_constexpr(self.chains * self.row_blocks * 4):
             rS[i] = Float32(0.0)
         cute.arch.mbarrier_wait(self.ring.full + slot, phase)
-        passes = config.head_size // 64
-        loaded = None
-        for p in cutlass.range_constexpr(passes):
-            if const_expr(p == 0 or not config.loads_ahead):
-                loaded = self.kv.load_keys(self.tile_in_ring(slot, 0), p, loaded)
-            if const_expr(config.loads_ahead):
-                now = loaded
-                if const_expr(p == 0 and config.values_overlap):
-                    warpgroup.wait_group(0)
-                if const_expr(p + 1 < passes):
-                    loaded = self.kv.load_keys(self.tile_in_ring(slot, 0), p + 1, loaded)
-                self._scores_wgmma(rS, now, p)
-            elif const_expr(config.uses_wgmma):
-                self._scores_wgmma(rS, loaded, p)
-            else:
-                self._scores_mma(rS, rQ, loaded, p)
-        if const_expr(not config.paired):
+        passes, tile = config.head_size // 64, self.tile_in_ring(slot, 0)
+        if const_expr(config.loads_first):
+            loaded = [self.kv.load_keys(tile, p, None) for p in range(passes)]
             self.release(slot, config.warpgroups)
+            if const_expr(config.values_overlap):
+                warpgroup.wait_group(0)
+            for p in cutlass.range_constexpr(passes):
+                self._scores_wgmma(rS, loaded[p], p)
+        else:
+            loaded = None
+            for p in cutlass.range_constexpr(passes):
+                loaded = self.kv.load_keys(tile, p, loaded)
+                if const_expr(config.uses_wgmma):
+                    self._scores_wgmma(rS, loaded, p)
+                else:
+                    self._scores_mma(rS, rQ, loaded, p)
+            if const_expr(not config.paired):
+                self.release(slot)
         if const_expr(config.uses_wgmma):
             warpgroup.wait_group(0)
         else:
@@ -324,20 +324,20 @@ class TileMath(ConsumerLane):
         if const_expr(not config.uses_wgmma):
             for w in cutlass.range_constexpr(4):
                 p.append(dsl.ld_shared_b32x2(base_p + w * 256 + self.lane * 8))
-        loaded = None
-        for load in cutlass.range_constexpr(self.kv.value_loads):
-            if const_expr(load == 0 or not config.loads_ahead):
-                loaded = self.kv.load_values(self.tile_in_ring(slot, 1), load, which)
-            if const_expr(config.loads_ahead):
-                now = loaded
-                if const_expr(load + 1 < self.kv.value_loads):
-                    loaded = self.kv.load_values(self.tile_in_ring(slot, 1), load + 1, which)
-                self._values_wgmma(acc, now, load, tile)
-            elif const_expr(config.uses_wgmma):
-                self._values_wgmma(acc, loaded, load, tile)
-            else:
-                self._values_mma(acc, loaded, p, load)
-        self.release(slot)
+        at = self.tile_in_ring(slot, 1)
+        if const_expr(config.loads_first):
+            loaded = [self.kv.load_values(at, i, which) for i in range(self.kv.value_loads)]
+            self.release(slot)
+            for load in cutlass.range_constexpr(self.kv.value_loads):
+                self._values_wgmma(acc, loaded[load], load, tile)
+        else:
+            for load in cutlass.range_constexpr(self.kv.value_loads):
+                loaded = self.kv.load_values(at, load, which)
+                if const_expr(config.uses_wgmma):
+                    self._values_wgmma(acc, loaded, load, tile)
+                else:
+                    self._values_mma(acc, loaded, p, load)
+            self.release(slot)
         if const_expr(config.uses_wgmma and not config.values_overlap):
             warpgroup.wait_group(0)
 
