@@ -188,6 +188,12 @@ class DecodeConfig:
         return 4 * self.warpgroups
 
     @property
+    def fold_bytes(self) -> int:
+        """For what a CTA folded of an item's earlier splits, where that costs no ring slot."""
+        apart = self.rows == 8 and not self.block_scaled
+        return 4 * (self.rows * self.head_size + 4 * WARPGROUP_THREADS) if apart else 0
+
+    @property
     def threads(self) -> int:
         return self.consumer_threads + (WARPGROUP_THREADS if self.consumer_registers else 32)
 
@@ -258,7 +264,8 @@ def smem_bytes(config: DecodeConfig) -> int:
     # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items, plan
     tables = rows * (3 * 4 * config.consumer_warps + 4 + 8) + 64 + 32
     barriers = 2 * 8 * config.stages
-    parts = (config.exchange_bytes, queries, config.scale_table_bytes, tables, barriers)
+    exchange = config.exchange_bytes + config.fold_bytes
+    parts = (exchange, queries, config.scale_table_bytes, tables, barriers)
     return ring + sum(parts) + 3 * 1024
 
 
@@ -269,6 +276,7 @@ def _stages_within(config: DecodeConfig) -> int:
     return (budget - fixed) // (config.stage_bytes + 16)
 
 
+MAX_SPLITS = 64  # of an item
 _MAX_SPLIT_ELEMENTS = 1 << 18
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608
@@ -322,7 +330,7 @@ def fixed_splits(config: DecodeConfig) -> FixedSplits:
     """
     least = 2048 // config.head_size
     # Partial results of so many splits a CTA are kept.
-    splits = min(64, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
+    splits = min(MAX_SPLITS, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
     return FixedSplits(splits, least, max(16, least))
 
 

@@ -24,7 +24,8 @@ from cute_kernels.attention.common.tile_schedule import (
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
-from cute_kernels.attention.decode_sm90.fixup import Fixup, slot_to_write
+from cute_kernels.attention.decode_sm90.fixup import Fixup
+from cute_kernels.attention.decode_sm90.parts import slot_to_write
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
 from cute_kernels.attention.decode_sm90.warps_apart import WarpsApart
 
@@ -229,20 +230,22 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
             seq, chunk, head = segment.seq, segment.chunk, segment.head
             b = segment.b
             if const_expr(not config.loader_only):
-                # Before anything that waits: soon the tiles' loads fill all queues to DRAM.
-                queries = self.fetch_queries(mQ, seq, chunk, head)
-            k_scale, v_scale = descales_of(scales, b, head)
-            base_scale = scales.softmax_scale * k_scale * (dsl.LOG2_E * self.kv.magnitude)
+                # An item's next split finds them there.
+                if tile == started:
+                    # Before anything that waits: soon the tiles' loads fill all queues to DRAM.
+                    queries = self.fetch_queries(mQ, seq, chunk, head)
+                    k_scale, _ = descales_of(scales, b, head)
+                    base_scale = scales.softmax_scale * k_scale * (dsl.LOG2_E * self.kv.magnitude)
+                    self.publish_visible(seq, chunk)
+                    if const_expr(config.queries_in_smem):
+                        self.keep_queries_in_smem(mQ, queries, base_scale)
+                    else:
+                        self.keep_queries_in_registers(mQ, queries, rQ, rScale, base_scale)
+                self.reset(acc, state)
+                self.barrier()
+            _, v_scale = descales_of(scales, b, head)
             if const_expr(config.block_scaled):
                 v_scale = v_scale * self.kv.magnitude
-            if const_expr(not config.loader_only):
-                self.publish_visible(seq, chunk)
-                self.reset(acc, state)
-                if const_expr(config.queries_in_smem):
-                    self.keep_queries_in_smem(mQ, queries, base_scale)
-                else:
-                    self.keep_queries_in_registers(mQ, queries, rQ, rScale, base_scale)
-                self.barrier()
             view = self.view_of(seq, chunk)
             for t in cutlass.range(chunk.tile_begin, chunk.tile_end, config.step_tiles, unroll=1):
                 tiles, at_ring = self.tiles_of_step(t, chunk.tile_end, Position(slot, phase))
@@ -282,15 +285,24 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                 ends = tile + segment.count == seq.tiles
                 split = Int32(0)
                 if shape.splits != 0:
-                    split = tile // split_tiles(shape, seq.tiles)
+                    split = dsl.quotient(tile, split_tiles(shape, seq.tiles))
                 plan = self.plan()
                 parts = self.parts_of_place(partial, plan)
                 slot_of_part = slot_to_write(shape, plan, line_start, started, split)
                 if (shape.splits != 0) & (started == 0) & (tile > 0):
-                    self.fold_into_registers(parts, acc, state, v_scale, chunk, slot_of_part)
+                    if const_expr(config.fold_bytes > 0):
+                        self.fold_kept(acc, state, v_scale)
+                    else:
+                        self.fold_into_registers(parts, acc, state, v_scale, chunk, slot_of_part)
                     v_scale = Float32(1.0)
+                goes_on = Int32(0)
+                if const_expr(config.fold_bytes > 0):
+                    if (started == 0) & (at + segment.count < end):
+                        goes_on = Int32(1)
                 if ends & (started == 0):
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
+                elif goes_on != 0:
+                    self.keep_fold(acc, state, v_scale)
                 else:
                     self.write_partial(parts, acc, state, v_scale, chunk, slot_of_part)
                     if ends | (at + segment.count >= end):
@@ -303,7 +315,6 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                 at = at + self.plan().gap
         if const_expr(not config.loader_only):
             parts = self.parts_of_place(partial, self.plan())
-            if (shared & 1) != 0:
-                self.finish(output, parts, Int32(0))
-            if (shared & 2) != 0:
-                self.finish(output, parts, Int32(1))
+            for which in cutlass.range(2, unroll=1):
+                if ((shared >> which) & 1) != 0:
+                    self.finish(output, parts, which)

@@ -18,6 +18,7 @@ from cute_kernels.attention.common.output import (
     store_lse,
 )
 from cute_kernels.attention.common.tile_schedule import Chunk, Sequence, Shape, query_token
+from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
 from cute_kernels.attention.decode_sm90.lane import NO_KEY, ConsumerLane, Softmax
 
 
@@ -118,6 +119,32 @@ class Epilogue(ConsumerLane):
                     if self.tid < 4:
                         i = 2 * n + r
                         dsl.st_global_f32x2(state_address, state.rMax[i], state.rSum[i])
+
+    @cute.jit
+    def keep_fold(self, acc: cute.Tensor, state: Softmax, v_scale: Float32):
+        """Keep what was folded of an item's splits, descaled, for ``fold_kept``: each thread its
+        own accumulators and state, in shared memory."""
+        at = self.smem.fold + self.tid * 16
+        for u in cutlass.range_constexpr(self.units):
+            elements = [acc[4 * u + i] * v_scale for i in range(4)]
+            dsl.st_shared_f32x4(at + u * (WARPGROUP_THREADS * 16), *elements)
+        dsl.st_shared_f32x4(
+            at + self.units * (WARPGROUP_THREADS * 16),
+            *(state.rMax[i] for i in range(2)),
+            *(state.rSum[i] for i in range(2)),
+        )
+
+    @cute.jit
+    def fold_kept(self, acc: cute.Tensor, state: Softmax, v_scale: Float32):
+        """acc, state = what was kept and the CTA's latest split; descaled."""
+        at = self.smem.fold + self.tid * 16
+        elements = [
+            dsl.ld_shared_f32x4(at + u * (WARPGROUP_THREADS * 16)) for u in range(self.units)
+        ]
+        states = dsl.ld_shared_f32x4(at + self.units * (WARPGROUP_THREADS * 16))
+        for r in cutlass.range_constexpr(2):
+            pairs = [(each[r], each[r + 2]) for each in elements]
+            self._fold_row(acc, state, v_scale, 0, r, (states[r], states[2 + r]), pairs)
 
     @cute.jit
     def fold_into_registers(

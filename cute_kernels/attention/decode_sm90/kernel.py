@@ -44,6 +44,7 @@ from cute_kernels.attention.decode_sm90.producer import (
     Ring,
     TmaOperand,
 )
+from cute_kernels.attention.decode_sm90.warm_up import fetch_what_is_read_first
 
 # CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
 COOPERATIVE = True
@@ -203,6 +204,7 @@ class DecodeSm90:
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
         ring, smem = self._allocate()
+        fetch_what_is_read_first(mQ, scales, source, tid, cta, ctas)
         if tid == 0:
             for slot in cutlass.range_constexpr(config.stages):
                 cute.arch.mbarrier_init(ring.full + slot, 1)
@@ -254,6 +256,7 @@ class DecodeSm90:
         q_max = array(Int32, warps * rows, 128)
         shared_items = array(Int32, 2 * SHARED_ITEM_WORDS, 32)
         scales = array(Uint8, config.scale_table_bytes, 128) if config.block_scaled else q
+        fold = array(Uint8, config.fold_bytes, 128) if config.fold_bytes else q
         plan = array(Int32, 8, 16)
         full = array(Int64, config.stages, 8)
         empty = array(Int64, config.stages, 8)
@@ -265,6 +268,6 @@ class DecodeSm90:
             p_layout = cute.tile_to_shape(atom, p_shape, order=(0, 1, 2))
             sQ = cute.make_tensor(cute.recast_ptr(q, q_layout.inner, dtype=kind), q_layout.outer)
             sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=kind), p_layout.outer)
-        tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q, plan)
+        tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q, fold, plan)
         addresses = [x.toint() for x in tables]
         return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)

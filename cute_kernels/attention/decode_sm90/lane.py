@@ -58,7 +58,7 @@ class ConsumerSmem(NamedTuple):
     (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score
     into a log2-domain score. q_max: (warps, rows) packed bf16 maxima. shared_items: two entries
     of SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
-    plan: a ``Plan`` and 2 unused words.
+    fold: see ``DecodeConfig.fold_bytes``. plan: a ``Plan`` and 2 unused words.
     """
 
     p: Int32
@@ -70,6 +70,7 @@ class ConsumerSmem(NamedTuple):
     shared_items: Int32
     scales: Int32
     q: Int32
+    fold: Int32
     plan: Int32
     sQ: cute.Tensor
     sP: cute.Tensor

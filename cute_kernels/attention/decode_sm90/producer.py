@@ -248,7 +248,7 @@ class Producer:
                     box = t * layout.boxes + lane
                     token = cutlass.max(box * config.box_tokens, segment.low)
                     token = cutlass.min(token, last_token)
-                    index = token // source.page_size
+                    index = dsl.quotient(token, source.page_size)
                     in_page = (token - index * source.page_size) & -config.box_tokens
                     if source.paged != 0:
                         page = source.mTable[b, cutlass.min(index, source.table_width - 1)]
