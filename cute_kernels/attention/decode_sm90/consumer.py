@@ -26,7 +26,7 @@ from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
 from cute_kernels.attention.decode_sm90.fixup import Fixup, slot_to_write
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
-from cute_kernels.attention.decode_sm90.warps_apart import WarpsApart
+from cute_kernels.attention.decode_sm90.warps_apart import OwnTile, WarpsApart
 
 
 class Position(NamedTuple):
@@ -154,6 +154,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         if const_expr(config.uses_wgmma):
             self.mma.set(warpgroup.Field.ACCUMULATE, True)
         acc, state = self.make_state()
+        lags = self.make_lags() if config.warps_apart else None
         scores = [
             cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32)
             for _ in range(config.step_tiles)
@@ -194,44 +195,47 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                     self.keep_queries_in_registers(mQ, queries, rQ, rScale, base_scale)
                 self.barrier()
             view = self.view_of(seq, chunk)
+            if const_expr(config.warps_apart):
+                self.open_rows(state, lags)
+                plain_from, plain = self.plain_tiles(view.low, view.high)
             for t in cutlass.range(chunk.tile_begin, chunk.tile_end, config.step_tiles, unroll=1):
-                tiles = []
-                for i in cutlass.range_constexpr(config.step_tiles):
-                    k_at = Position(slot, phase)
-                    v_at = k_at if const_expr(config.paired) else self.after(k_at)
-                    # the last step may have one tile less
-                    live = Int32(1)
-                    if const_expr(i > 0):
-                        if t + i >= chunk.tile_end:
-                            live = Int32(0)
-                    if live != 0:
-                        slot, phase = self.after(v_at)
-                    tiles.append(TileOfStep(t + i, live, k_at, v_at))
-                if const_expr(config.loader_only):
-                    for i in cutlass.range_constexpr(config.step_tiles):
-                        if tiles[i].live != 0:
-                            self.discard(tiles[i].k)
-                            if const_expr(not config.paired):
-                                self.discard(tiles[i].v)
+                if const_expr(config.warps_apart and not config.loader_only):
+                    own = OwnTile(t, slot, phase, plain_from, plain, segment.low, seq.used)
+                    p = self.own_probabilities(scores[0], rQ, rScale, acc, state, lags, own)
+                    self.own_values(acc, slot, p)
+                    slot, phase = self.after(Position(slot, phase))
                 else:
+                    tiles = []
                     for i in cutlass.range_constexpr(config.step_tiles):
-                        self.score_tile(scores[i], rQ, rScale, tiles[i], view)
-                    if const_expr(config.block_scaled):
-                        for i in cutlass.range_constexpr(config.step_tiles):
-                            self.prepare_values(tiles[i], i, seq, segment.low)
-                    if const_expr(config.warps_apart):
-                        operands = self.softmax_of_warp(scores, acc, state)
+                        k_at = Position(slot, phase)
+                        v_at = k_at if const_expr(config.paired) else self.after(k_at)
+                        # the last step may have one tile less
+                        live = Int32(1)
+                        if const_expr(i > 0):
+                            if t + i >= chunk.tile_end:
+                                live = Int32(0)
+                        if live != 0:
+                            slot, phase = self.after(v_at)
+                        tiles.append(TileOfStep(t + i, live, k_at, v_at))
+                    if const_expr(config.loader_only):
                         for i in cutlass.range_constexpr(config.step_tiles):
                             if tiles[i].live != 0:
-                                self.own_values(acc, tiles[i].v.slot, operands[i], i)
+                                self.discard(tiles[i].k)
+                                if const_expr(not config.paired):
+                                    self.discard(tiles[i].v)
                     else:
+                        for i in cutlass.range_constexpr(config.step_tiles):
+                            self.score_tile(scores[i], rQ, rScale, tiles[i], view)
+                        if const_expr(config.block_scaled):
+                            for i in cutlass.range_constexpr(config.step_tiles):
+                                self.prepare_values(tiles[i], i, seq, segment.low)
                         self.softmax(scores, acc, state, buffer)
                         for i in cutlass.range_constexpr(config.step_tiles):
                             self.add_values(acc, tiles[i], i, buffer, seq, segment.low)
                         buffer = buffer ^ 1
             if const_expr(not config.loader_only):
                 if const_expr(config.warps_apart):
-                    self.join_warps(acc, state)
+                    self.join_warps(acc, state, lags)
                 self.reduce_sums(state)
                 self.kv.pair_outputs(acc, self.row_blocks)
                 line_start = at - tile
