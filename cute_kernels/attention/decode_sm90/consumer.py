@@ -172,6 +172,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         started = tile
         slot = Int32(0)
         phase = Int32(0)
+        offset = Int32(0)
         buffer = Int32(0)
         while at < end:
             if const_expr(config.heads_in_line > 1):
@@ -200,10 +201,11 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                 plain_from, plain = self.plain_tiles(view.low, view.high)
             for t in cutlass.range(chunk.tile_begin, chunk.tile_end, config.step_tiles, unroll=1):
                 if const_expr(config.warps_apart and not config.loader_only):
-                    own = OwnTile(t, slot, phase, plain_from, plain, segment.low, seq.used)
+                    own = OwnTile(t, slot, phase, offset, plain_from, plain, segment.low, seq.used)
                     p = self.own_probabilities(scores[0], rQ, rScale, acc, state, lags, own)
-                    self.own_values(acc, slot, p)
+                    self.own_values(acc, own, p)
                     slot, phase = self.after(Position(slot, phase))
+                    offset = cutlass.select_(slot == 0, Int32(0), offset + config.stage_bytes)
                 else:
                     tiles = []
                     for i in cutlass.range_constexpr(config.step_tiles):

@@ -113,10 +113,12 @@ class Nvfp4Fragments:
         self.own_table_from = in_register(self.own_table_from)
 
     def load_keys(self, slot: Int32, p: int, loaded):
+        return self.load_keys_at(slot * self.config.tile_bytes, p, loaded)
+
+    def load_keys_at(self, offset: Int32, p: int, loaded):
         """(words of both tokens, their scales as f16x2); a load serves two passes."""
         if p % 2 == 1:
             return loaded
-        offset = slot * self.config.tile_bytes
         if not self.whole_units:
             address = self._half_unit(offset)
             words = (
@@ -219,16 +221,16 @@ class Nvfp4Fragments:
         """Of a tile: the token whose V scales the lane clears if they are dead."""
         return 16 * self.lane.warp + self.lane.lane % 16
 
-    def clear_own_scales(self, slot: Int32):
+    def clear_own_scales(self, offset: Int32):
         """All of one token's, where they came from the cache: TMA may write here once the slot has
         been handed back, behind a proxy fence."""
-        at = self.dead_scales + slot * self.config.tile_bytes
+        at = self.dead_scales + offset
         for i in range(self.scale_bytes // 4):
             dsl.st_shared_b32(at + 4 * i, Int32(0))
 
-    def prepare_own_values(self, slot: Int32):
+    def prepare_own_values(self, offset: Int32):
         """V scales of the warp's tokens of a tile into its table: a lane takes a pair of tokens."""
-        address = self.own_scales + slot * self.config.tile_bytes
+        address = self.own_scales + offset
         table = self.own_table_to
         load = dsl_nvfp4.ld_shared_u8 if self.own_units == 2 else dsl_nvfp4.ld_shared_b16
         both = dsl_nvfp4.permute_bytes(
@@ -251,10 +253,10 @@ class Nvfp4Fragments:
         far = dsl.ldmatrix_x4_trans(address + self.layout.second_half)
         return (near, far), [dsl.ld_shared_b32x4(table + 16 * half) for half in range(2)]
 
-    def load_own_values(self, slot: Int32, u: int):
+    def load_own_values(self, offset: Int32, u: int):
         """Of units 2 u and 2 u + 1: (words of the warp's first 8 tokens and of its others, for the
         first unit, then for the second; scales likewise)."""
-        words = dsl.ldmatrix_x4_trans(self.own_loads[u] + slot * self.config.tile_bytes)
+        words = dsl.ldmatrix_x4_trans(self.own_loads[u] + offset)
         return words, dsl.ld_shared_b32x4(self.own_table_from + 16 * u)
 
     def own_value_operands(self, loaded, unit: int):

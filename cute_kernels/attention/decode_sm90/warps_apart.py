@@ -27,6 +27,7 @@ _NO_REFERENCE = -3.4028234663852886e38
 class OwnTile(NamedTuple):
     """A tile: its index, where it is in the ring, and which of the item's tiles need care.
 
+    offset: of the slot in bytes, which would be a multiplication at each use.
     plain_from, plain: the first tile, and how many from there on, whose keys all rows see, without
     softcap. low, high: keys that any row sees.
     """
@@ -34,6 +35,7 @@ class OwnTile(NamedTuple):
     index: Int32
     slot: Int32
     phase: Int32
+    offset: Int32
     plain_from: Int32
     plain: Int32
     low: Int32
@@ -76,13 +78,19 @@ class WarpsApart(TileMath):
         tile: OwnTile,
     ):
         """Scores and online softmax of the warp's tokens of a tile: P^T as a B operand."""
-        self.scores(rS, rQ, tile.slot, tile.phase)
+        for i in cutlass.range_constexpr(4):
+            rS[i] = Float32(0.0)
+        cute.arch.mbarrier_wait(self.ring.full + tile.slot, tile.phase)
+        loaded = None
+        for p in cutlass.range_constexpr(self.config.head_size // 64):
+            loaded = self.kv.load_keys_at(tile.offset, p, loaded)
+            self._scores_mma(rS, rQ, loaded, p)
         above = cute.make_rmem_tensor((4,), Float32)
         for i in cutlass.range_constexpr(4):
             above[i] = dsl.fma(rS[i], rScale[i % 2], -state.rMax[i % 2])
         if Uint32(tile.index - tile.plain_from) >= Uint32(tile.plain):
             self._mind_some_keys(above, rS, rScale, state, tile)
-        self.kv.prepare_own_values(self.tile_in_ring(tile.slot, 1))
+        self.kv.prepare_own_values(tile.offset + self.config.tile_bytes)
         tops = [dsl.fmax(above[r], above[2 + r]) for r in range(2)]
         if cute.arch.vote_any_sync((tops[0] > lags[0]) | (tops[1] > lags[1])):
             self._move_references(above, tops, acc, state, lags)
@@ -116,7 +124,7 @@ class WarpsApart(TileMath):
         if (first_token < tile.low) | (first_token + TILE_TOKENS > tile.high):
             token = first_token + self.kv.own_token()
             if (token < tile.low) | (token >= tile.high):
-                self.kv.clear_own_scales(self.tile_in_ring(tile.slot, 1))
+                self.kv.clear_own_scales(tile.offset + self.config.tile_bytes)
             cute.arch.sync_warp()
 
     @cute.jit
@@ -144,10 +152,10 @@ class WarpsApart(TileMath):
         self._rescale(acc, correction, 0)
 
     @cute.jit
-    def own_values(self, acc: cute.Tensor, slot: Int32, p):
+    def own_values(self, acc: cute.Tensor, tile: OwnTile, p):
         """acc += V^T P^T of the warp's tokens of one tile, then hands its slot back."""
         for load in cutlass.range_constexpr(self.kv.own_units // 2):
-            loaded = self.kv.load_own_values(self.tile_in_ring(slot, 1), load)
+            loaded = self.kv.load_own_values(tile.offset + self.config.tile_bytes, load)
             for unit in cutlass.range_constexpr(2):
                 operands = self.kv.own_value_operands(loaded, unit)
                 for block in cutlass.range_constexpr(2):
@@ -156,7 +164,7 @@ class WarpsApart(TileMath):
                     d = dsl.mma_m16n8k16(operands[block], p, sums, self.mma_kind)
                     for z in cutlass.range_constexpr(4):
                         acc[at + z] = d[z]
-        self.release(slot)
+        self.release(tile.slot)
 
     @cute.jit
     def join_warps(self, acc: cute.Tensor, state: Softmax, lags: cute.Tensor):
