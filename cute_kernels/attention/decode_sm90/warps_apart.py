@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Uint32
 
 from cute_kernels import dsl
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
-from cute_kernels.attention.decode_sm90.lane import Softmax
+from cute_kernels.attention.decode_sm90.lane import NO_KEY, Softmax
 from cute_kernels.attention.decode_sm90.tile_math import MAX_LAG, TileMath
 
 # A row's lag before it has a reference: every score exceeds it, and no masked one.
@@ -177,7 +177,7 @@ class WarpsApart(TileMath):
         """
         for r in cutlass.range_constexpr(2):
             if lags[r] != MAX_LAG:
-                state.rMax[r] = Float32(dsl.NEG_INF)
+                state.rMax[r] = Float32(NO_KEY)
         self._raise_maxima([state.rMax[0], state.rMax[1]], acc, state)
         size = 16 * self.units
         lane = self.smem.p + self.lane * size
