@@ -175,9 +175,9 @@ class DecodeConfig:
 
     @property
     def parts_in_flight(self) -> int:
-        """Parts of an item whose loads a thread has in flight while it combines them (fixup.py): as
+        """Parts that a thread addresses side by side while it combines an item's (combine.py): as
         many as its registers hold."""
-        return 4 if self.ctas_per_sm >= 4 else 8
+        return 1 if self.ctas_per_sm >= 4 else 4
 
     @property
     def consumer_threads(self) -> int:

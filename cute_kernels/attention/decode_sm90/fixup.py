@@ -42,9 +42,9 @@ from cute_kernels.attention.common.tile_schedule import (
     sequence,
     split_tiles,
 )
-from cute_kernels.attention.decode_sm90.combine import MIN_WIDTH, Combining, Share, no_parts
+from cute_kernels.attention.decode_sm90.combine import MIN_WIDTH, Combining, Share
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, Plan
-from cute_kernels.attention.decode_sm90.parts import Parts, parts_of
+from cute_kernels.attention.decode_sm90.parts import parts_of
 
 
 class SharedItem(NamedTuple):
@@ -144,7 +144,12 @@ class Fixup(Combining):
             for _ in cutlass.range(shared.own >> 16, unroll=1):
                 dsl.red_inc_gpu(counter, 2 * shared.pieces - 1)
         self.barrier()
-        self._combine_share(output, partial, shared, share)
+        parts = parts_of(self.shape, shared.first, shared.pieces, shared.begun)
+
+        def write(row: Int32, element: Int32, state):
+            self._write_block(output, shared, row, element, state)
+
+        self.combine_share(write, partial, parts, share)
 
     @cute.jit
     def _share_of(self, shared: SharedItem) -> Share:
@@ -159,51 +164,6 @@ class Fixup(Combining):
         groups = self.config.consumer_threads // width
         group = self.tid // width
         return Share(begin, end, width, groups, group, self.tid - group * width)
-
-    @cute.jit
-    def _combine_share(self, output: Output, partial: Partial, shared: SharedItem, share: Share):
-        parts = parts_of(self.shape, shared.first, shared.pieces, shared.begun)
-        few = 2 * parts.count <= self.config.parts_in_flight
-        if (self.shape.splits == 0) & (share.groups == 1) & few:
-            self._combine_in_pairs(output, partial, shared, share, parts)
-        else:
-            for base in cutlass.range(share.begin, share.end, share.width, unroll=1):
-                row, element = self._place(share, base)
-                state = no_parts()
-                if self.shape.splits == 0:
-                    state = self._combine_parts(
-                        partial, parts, row, element, share.group, share.groups
-                    )
-                    state = self._merge_groups(state, share.width, share.groups)
-                else:
-                    state = self._fold_parts(partial, parts, row, element, share, base)
-                if (base + share.column < share.end) & (share.group == 0):
-                    self._write_block(output, shared, row, element, state)
-
-    def _place(self, share: Share, base: Int32):
-        """(row, element) of the thread's block of those from ``base`` on; past the end the last."""
-        row_blocks = self.config.head_size // 4
-        block = cutlass.min(base + share.column, share.end - 1)
-        row = block // row_blocks
-        return row, 4 * (block - row * row_blocks)
-
-    @cute.jit
-    def _combine_in_pairs(
-        self, output: Output, partial: Partial, shared: SharedItem, share: Share, parts: Parts
-    ):
-        """Of few parts: two blocks a thread in one trip to L2."""
-        for base in cutlass.range(share.begin, share.end, 2 * share.width, unroll=1):
-            places = [self._place(share, base + i * share.width) for i in range(2)]
-            loaded = [
-                self._load_parts(
-                    partial, parts, *place, Int32(0), Int32(1), self.config.parts_in_flight // 2
-                )
-                for place in places
-            ]
-            for i in cutlass.range_constexpr(2):
-                if base + i * share.width + share.column < share.end:
-                    state = self._add_parts(no_parts(), loaded[i], parts.count, Int32(1))
-                    self._write_block(output, shared, *places[i], state)
 
     @cute.jit
     def _write_block(self, output: Output, shared: SharedItem, row: Int32, element: Int32, state):
