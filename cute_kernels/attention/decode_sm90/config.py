@@ -175,8 +175,7 @@ class DecodeConfig:
 
     @property
     def parts_in_flight(self) -> int:
-        """Parts that a thread addresses side by side while it combines an item's (combine.py): as
-        many as its registers hold."""
+        """Parts of an item that a thread addresses side by side: as its registers allow."""
         return 1 if self.ctas_per_sm >= 4 else 4
 
     @property
@@ -322,16 +321,17 @@ class FixedSplits(NamedTuple):
     most: int = 0
 
 
-def fixed_splits(config: DecodeConfig) -> FixedSplits:
+def fixed_splits(config: DecodeConfig, kv_heads: int) -> FixedSplits:
     """A function of what all sequences of a launch have in common, and not of their number.
 
     A split's first and last tile cost 1 to 2 us: splits have 256 KiB of an FP8 cache at least
-    (H200, 2026-11-30: perf/NOTES.md; 8 tiles cost 8 to 14 % where 16 cost 2 to 5).
+    (H200, 2026-11-30: perf/NOTES.md); a single KV head's items are few, so theirs have half.
     """
     least = 2048 // config.head_size
     # Partial results of so many splits a CTA are kept.
     splits = min(MAX_SPLITS, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
-    return FixedSplits(splits, least, max(16, least))
+    most = 8 if kv_heads == 1 and config.fold_bytes else 16
+    return FixedSplits(splits, least, max(most, least))
 
 
 def row_bucket(head_size: int, packed_rows: int) -> int:

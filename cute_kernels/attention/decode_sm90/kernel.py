@@ -44,7 +44,6 @@ from cute_kernels.attention.decode_sm90.producer import (
     Ring,
     TmaOperand,
 )
-from cute_kernels.attention.decode_sm90.warm_up import fetch_what_is_read_first
 
 # CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
 COOPERATIVE = True
@@ -204,7 +203,6 @@ class DecodeSm90:
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
         ring, smem = self._allocate()
-        fetch_what_is_read_first(mQ, scales, source, tid, cta, ctas)
         if tid == 0:
             for slot in cutlass.range_constexpr(config.stages):
                 cute.arch.mbarrier_init(ring.full + slot, 1)
