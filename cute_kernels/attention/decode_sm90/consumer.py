@@ -27,7 +27,7 @@ from cute_kernels.attention.decode_sm90.epilogue import Epilogue
 from cute_kernels.attention.decode_sm90.fixup import Fixup
 from cute_kernels.attention.decode_sm90.parts import slot_to_write
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
-from cute_kernels.attention.decode_sm90.warps_apart import WarpsApart
+from cute_kernels.attention.decode_sm90.warps_apart import OwnTile, WarpsApart
 
 
 class Position(NamedTuple):
@@ -202,6 +202,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         if const_expr(config.uses_wgmma):
             self.mma.set(warpgroup.Field.ACCUMULATE, True)
         acc, state = self.make_state()
+        lags = self.make_lags() if config.warps_apart else None
         scored = range(config.step_tiles // config.warpgroups)
         scores = [
             cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32) for _ in scored
@@ -222,6 +223,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         started = tile
         slot = Int32(0)
         phase = Int32(0)
+        offset = Int32(0)
         buffer = Int32(0)
         while at < end:
             if const_expr(config.heads_in_line > 1):
@@ -247,29 +249,33 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
             if const_expr(config.block_scaled):
                 v_scale = v_scale * self.kv.magnitude
             view = self.view_of(seq, chunk)
+            if const_expr(config.warps_apart):
+                self.open_rows(state, lags)
+                plain_from, plain = self.plain_tiles(view.low, view.high)
             for t in cutlass.range(chunk.tile_begin, chunk.tile_end, config.step_tiles, unroll=1):
-                tiles, at_ring = self.tiles_of_step(t, chunk.tile_end, Position(slot, phase))
-                slot, phase = at_ring
-                if const_expr(config.loader_only):
-                    for i in cutlass.range_constexpr(config.step_tiles):
-                        if tiles[i].live != 0:
-                            self.discard(tiles[i].k)
-                            if const_expr(not config.paired):
-                                self.discard(tiles[i].v)
+                if const_expr(config.warps_apart and not config.loader_only):
+                    own = OwnTile(t, slot, phase, offset, plain_from, plain, segment.low, seq.used)
+                    p = self.own_probabilities(scores[0], rQ, rScale, acc, state, lags, own)
+                    self.own_values(acc, own, p)
+                    slot, phase = self.after(Position(slot, phase))
+                    offset = cutlass.select_(slot == 0, Int32(0), offset + config.stage_bytes)
                 else:
-                    own = self.tiles_of_warp(tiles)
-                    for i in cutlass.range_constexpr(len(own)):
-                        scale = rScale if const_expr(row_scales is None) else row_scales[i]
-                        self.score_tile(scores[i], rQ, scale, own[i], view)
-                    if const_expr(config.block_scaled):
-                        for i in cutlass.range_constexpr(config.step_tiles):
-                            self.prepare_values(tiles[i], i, seq, segment.low)
-                    if const_expr(config.warps_apart):
-                        operands = self.softmax_of_warp(scores, acc, state)
+                    tiles, at_ring = self.tiles_of_step(t, chunk.tile_end, Position(slot, phase))
+                    slot, phase = at_ring
+                    if const_expr(config.loader_only):
                         for i in cutlass.range_constexpr(config.step_tiles):
                             if tiles[i].live != 0:
-                                self.own_values(acc, tiles[i].v.slot, operands[i], i)
+                                self.discard(tiles[i].k)
+                                if const_expr(not config.paired):
+                                    self.discard(tiles[i].v)
                     else:
+                        own = self.tiles_of_warp(tiles)
+                        for i in cutlass.range_constexpr(len(own)):
+                            scale = rScale if const_expr(row_scales is None) else row_scales[i]
+                            self.score_tile(scores[i], rQ, scale, own[i], view)
+                        if const_expr(config.block_scaled):
+                            for i in cutlass.range_constexpr(config.step_tiles):
+                                self.prepare_values(tiles[i], i, seq, segment.low)
                         self.softmax(scores, row_scales, acc, state, buffer)
                         for i in cutlass.range_constexpr(config.step_tiles):
                             self.add_values(acc, tiles[i], i, buffer, seq, segment.low)
@@ -278,7 +284,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                 if const_expr(config.values_overlap):
                     warpgroup.wait_group(0)
                 if const_expr(config.warps_apart):
-                    self.join_warps(acc, state)
+                    self.join_warps(acc, state, lags)
                 self.reduce_sums(state)
                 self.kv.pair_outputs(acc, self.row_blocks)
                 line_start = at - tile

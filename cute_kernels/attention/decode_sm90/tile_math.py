@@ -141,21 +141,29 @@ class TileMath(ConsumerLane):
     @cute.jit
     def _cap_and_mask(self, rS: cute.Tensor, tile: Int32, masked: Int32):
         if self.softcap != 0.0:
-            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)); x is in log2 units already
-            inverse = 2.0 / self.softcap
-            cap = self.softcap * dsl.LOG2_E
-            for i in cutlass.range_constexpr(4 * self.row_blocks):
-                e = dsl.exp2(rS[i] * inverse)
-                rS[i] = cap - (2.0 * cap) * cute.arch.rcp_approx(1.0 + e)
+            self.cap(rS)
         if masked != 0:
-            token = tile * TILE_TOKENS + self.token_in_tile
-            for n in cutlass.range_constexpr(self.row_blocks):
-                limits = dsl.ld_shared_b32x4(self.smem.visible + 64 * n + 16 * self.j)
-                for i in cutlass.range_constexpr(4):
-                    position = token + 8 * (i // 2)
-                    low, high = limits[2 * (i % 2)], limits[2 * (i % 2) + 1]
-                    if (position < low) | (position >= high):
-                        rS[4 * n + i] = Float32(dsl.NEG_INF)
+            self.mask(rS, tile)
+
+    def cap(self, rS: cute.Tensor):
+        """cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)); x is in log2 units already."""
+        inverse = 2.0 / self.softcap
+        cap = self.softcap * dsl.LOG2_E
+        for i in range(4 * self.row_blocks):
+            e = dsl.exp2(rS[i] * inverse)
+            rS[i] = cap - (2.0 * cap) * cute.arch.rcp_approx(1.0 + e)
+
+    @cute.jit
+    def mask(self, rS: cute.Tensor, tile: Int32):
+        """-inf for scores of keys that their row does not see."""
+        token = tile * TILE_TOKENS + self.token_in_tile
+        for n in cutlass.range_constexpr(self.row_blocks):
+            limits = dsl.ld_shared_b32x4(self.smem.visible + 64 * n + 16 * self.j)
+            for i in cutlass.range_constexpr(4):
+                position = token + 8 * (i // 2)
+                low, high = limits[2 * (i % 2)], limits[2 * (i % 2) + 1]
+                if (position < low) | (position >= high):
+                    rS[4 * n + i] = Float32(dsl.NEG_INF)
 
     @cute.jit
     def softmax(self, scores, scales, acc: cute.Tensor, state: Softmax, buffer: Int32):
