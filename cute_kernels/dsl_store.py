@@ -249,6 +249,18 @@ def ld_global_b32x2(address: Int64, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def st_shared_b8(address: Int32, x: Int32, *, loc=None, ip=None):
+    _asm([], [address, x], "st.shared.b8 [$0], $1;", "r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def atomic_add_shared(address: Int32, x: Int32, *, loc=None, ip=None):
+    """What was there before."""
+    ptx = "atom.shared.add.u32 $0, [$1], $2;"
+    return _asm([Int32], [address, x], ptx, "=r,r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def ld_shared_b64(address: Int32, *, loc=None, ip=None):
     return _asm([Int64], [address], "ld.shared.b64 $0, [$1];", "=l,r,~{memory}", True, loc, ip)
 

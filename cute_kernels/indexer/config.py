@@ -33,7 +33,10 @@ JOIN_ROW_BYTES = 4 * (WARP_CHANNELS + 8)
 JOINED_WARPS = 4
 # Calls of up to this many tokens look for repeated slots in the kernel itself; longer ones are
 # preceded by a launch of `IndexerClaimConfig`.
-SCANNED_TOKENS = 1024
+SCANNED_TOKENS = 16384
+# In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row,
+# and a flag. And a byte for each of so many low parts of slots, a power of two.
+ENTRY_BYTES, FLAG_BYTES, MARKS = 16, 4, 8192
 
 
 class Table(IntEnum):
@@ -98,7 +101,9 @@ class IndexerKConfig:
 
     @property
     def independent_warps(self) -> int:
-        return 4 if self.warps == 1 else 1
+        if self.warps > 1:
+            return 1
+        return 8 if self.vectors == 1 else 4
 
     @property
     def threads(self) -> int:
@@ -106,21 +111,14 @@ class IndexerKConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """Resident CTAs that registers are budgeted for: one of long windows has 512 threads, or
-        the four vectors of fewer."""
-        if self.warps > 1:
-            return 1
-        return 4 if self.vectors == 1 else 2
+        """Resident CTAs that registers are budgeted for, each with a span of tokens: one of long
+        windows has 512 threads, or the four vectors of fewer."""
+        return 1 if self.warps > 1 else 2
 
     @property
     def smem_carveout(self) -> int:
         """Percent of an SM's memory that is shared; the rest is L1 cache."""
-        return 50 if self.shared_floats else 0
-
-    @property
-    def spans_per_sm(self) -> int:
-        """Spans of tokens that an SM works on at a time."""
-        return self.ctas_per_sm * self.independent_warps
+        return 50 if self.warps > 1 else 14
 
     @property
     def join_floats(self) -> int:
@@ -132,9 +130,13 @@ class IndexerKConfig:
         return rows * JOIN_ROW_BYTES // 4 + self.vectors * WARP_CHANNELS
 
     @property
-    def shared_floats(self) -> int:
-        """And two words for each of the warps that share a window."""
-        return self.join_floats + 2 * self.warps if self.warps > 1 else 0
+    def list_bytes(self) -> int:
+        """The list of rows (`rows.Rows`), and its length."""
+        return (ENTRY_BYTES + FLAG_BYTES) * self.threads + MARKS + 16
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * self.join_floats + self.list_bytes
 
 
 @dataclass(frozen=True)

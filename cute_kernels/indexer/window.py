@@ -24,6 +24,7 @@ from cute_kernels.indexer.config import (
     WINDOW_ROWS,
     IndexerKConfig,
 )
+from cute_kernels.indexer.rows import Entry
 from cute_kernels.store.kernel import Divisor, divided
 
 _NEG_INF_BITS = -(1 << 23)
@@ -55,13 +56,6 @@ class State(NamedTuple):
     last_column: Int32
 
 
-class Row(NamedTuple):
-    """What a token completes: the window up to its position in its sequence."""
-
-    position: Int64
-    sequence: Int32
-
-
 class Softmax(NamedTuple):
     """Of a channel: maximum of the scores, sum of the weights, weighted sum of the entries."""
 
@@ -85,12 +79,10 @@ class Compressor:
         self.config = config
 
     def allocate(self) -> Int32:
-        """Address of `config.shared_floats` in shared memory."""
-        if self.config.shared_floats == 0:
-            return Int32(0)
+        """Address of `config.shared_bytes` in shared memory."""
         allocator = cutlass.memory.SmemAllocator()
-        floats = allocator.allocate_array(Float32, self.config.shared_floats, byte_alignment=128)
-        return floats.toint()
+        words = self.config.shared_bytes // 4
+        return allocator.allocate_array(Int32, words, byte_alignment=128).toint()
 
     def warp(self) -> Int32:
         """The warp's number among those that share a window."""
@@ -99,17 +91,24 @@ class Compressor:
         tid, _, _ = cute.arch.thread_idx()
         return tid >> 5
 
+    def independent_warp(self) -> Int32:
+        """The warp's number among those with windows of their own."""
+        if self.config.warps > 1:
+            return Int32(0)
+        tid, _, _ = cute.arch.thread_idx()
+        return tid >> 5
+
     @cute.jit
-    def window(self, state: State, row: Row, meanwhile):
-        """The softmax of the warp's rows of the window, in each channel of each lane, by vector;
-        and what `meanwhile()` returns, which is called once loads are in flight."""
+    def window(self, state: State, row: Entry, meanwhile):
+        """The softmax of the warp's rows of the window, in each channel of each lane, by vector.
+        `meanwhile()` is called once, where there is room for it when loads are in flight."""
         if const_expr(not self.config.loop):
             first = self.warp() * WINDOW_ROWS
             words = self._state_words(state, self._addresses(state, row, first), 0)
-            result = meanwhile()
+            meanwhile()
             channels = [self._softmax(state, row, first, words, None)]
         else:
-            result = meanwhile()
+            meanwhile()
             empty = (dsl.NEG_INF, 0.0, 0.0)
             channels = [
                 [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
@@ -122,26 +121,25 @@ class Compressor:
                 for v in cutlass.range_constexpr(self.config.vectors):
                     words = self._state_words(state, address, v)
                     channels[v] = self._softmax(state, row, first, words, channels[v])
-        return channels, result
+        return channels
 
-    def compressed(self, shared: Int32, channels, flag: Int32):
-        """The compressed channels of each lane, by vector, and the largest flag of all warps; right
-        in the first of several warps."""
+    def compressed(self, shared: Int32, channels):
+        """The compressed channels of each lane, by vector; several warps all have them."""
         if self.config.warps > 1:
-            return self._joined(shared, channels, flag)
-        return [[one.value * dsl_store.rcp(one.total) for one in of] for of in channels], flag
+            return self._joined(shared, channels)
+        return [[one.value * dsl_store.rcp(one.total) for one in of] for of in channels]
 
-    def _exists(self, state: State, row: Row, index: Int32) -> Int32:
+    def _exists(self, state: State, row: Entry, index: Int32) -> Int32:
         """Ones where row `index` of the window is one, at a position from 0 on; else 0."""
-        count = dsl_store.min_s32(Int32(row.position), state.window - 1) + 1
+        count = dsl_store.min_s32(row.position, state.window - 1) + 1
         return dsl_store.ones_below(index - (state.window - count), count)
 
     @cute.jit
-    def _addresses(self, state: State, row: Row, first: Int32) -> Int64:
+    def _addresses(self, state: State, row: Entry, first: Int32) -> Int64:
         """In lane l: the address of row first + l of the window; of its last for l of 8 or more,
         and where there is none."""
         index = first + cute.arch.lane_idx() % WINDOW_ROWS
-        near = Int32(row.position)
+        near = row.position
         if self._exists(state, row, index) != 0:
             near = near - (state.window - 1 - index)
         column, token = divided(near, state.block_tokens)
@@ -162,7 +160,7 @@ class Compressor:
         channel = dsl_store.min_s32(channel, state.head_size - LANE_CHANNELS)
         return self._load(state, address, Int64(channel) * state.element)
 
-    def _softmax(self, state: State, row: Row, first: Int32, words, channels):
+    def _softmax(self, state: State, row: Entry, first: Int32, words, channels):
         """The channels of a vector after the rows whose words `_state_words` loaded."""
         entries, scores = [], []
         for r in range(WINDOW_ROWS):
@@ -232,7 +230,7 @@ class Compressor:
         return Softmax(top, total, value)
 
     @cute.jit
-    def _joined(self, shared: Int32, channels, flag: Int32):
+    def _joined(self, shared: Int32, channels):
         """As `compressed`, of windows that warps share.
 
         All threads join: `_JOINED` warps' parts of a channel each, then with their neighbours.
@@ -240,15 +238,12 @@ class Compressor:
         tid, _, _ = cute.arch.thread_idx()
         vectors, rows = self.config.vectors, self.config.warps * self.config.vectors
         result = shared + 3 * rows * JOIN_ROW_BYTES
-        flags = shared + 4 * self.config.join_floats
         at = cute.arch.lane_idx() * (4 * LANE_CHANNELS)
         for v in cutlass.range_constexpr(vectors):
             for field in cutlass.range_constexpr(3):
                 row = shared + (field * rows + self.warp() * vectors + v) * JOIN_ROW_BYTES
                 dsl.st_shared_f32x4(row + at, *[one[field] for one in channels[v]])
-        dsl.st_shared_b32(flags + 4 * self.warp(), flag)
         cute.arch.sync_threads()
-        flag = dsl.ld_shared_b32(flags + 4 * (tid % self.config.warps))
         # Threads next to each other have one channel.
         neighbours = self.config.warps // JOINED_WARPS
         channel, part = tid // neighbours, tid % neighbours
@@ -257,8 +252,7 @@ class Compressor:
             value = self._ratio(first, rows, neighbours * vectors)
             dsl.st_shared_f32(result + (v * WARP_CHANNELS + channel) * 4, value)
         cute.arch.sync_threads()
-        own = [dsl.ld_shared_f32x4(result + v * (4 * WARP_CHANNELS) + at) for v in range(vectors)]
-        return own, dsl.warp_max_b32(flag)
+        return [dsl.ld_shared_f32x4(result + v * (4 * WARP_CHANNELS) + at) for v in range(vectors)]
 
     def _ratio(self, first: Int32, rows: int, step: int) -> Float32:
         """The compressed channel whose first part's maximum is at `first`; to all its threads."""
