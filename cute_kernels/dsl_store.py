@@ -276,6 +276,12 @@ def ld_global_b32(address: Int64, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def ld_volatile_b32(address: Int64, *, loc=None, ip=None):
+    """A load that the assembler does not move to where a branch needs it."""
+    return _asm([Int32], [address], "ld.volatile.global.b32 $0, [$1];", "=r,l", True, loc, ip)
+
+
+@dsl_user_op
 def ld_global_f32x4(address: Int64, *, loc=None, ip=None):
     ptx = "ld.global.v4.f32 {$0,$1,$2,$3}, [$4];"
     return _asm([Float32] * 4, [address], ptx, "=f,=f,=f,=f,l", True, loc, ip)

@@ -148,26 +148,29 @@ class IndexerK(Compressor):
         cute.arch.sync_threads()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
             count = self.rows.gather(slots, tokens, rows, start, end)
-            scan = partial(self.rows.scan, slots, tokens, rows, start, count)
-            step = self.config.independent_warps
+            after = dsl_store.min_s32(start + self.config.threads, end)
+            scan = partial(self.rows.scan, slots, tokens, rows, after, count)
             warp = self.independent_warp()
-            if count > 0 and warp >= count:
-                self._scanned(tokens, Int32(0), scan)
-            for i in cutlass.range(warp, count, step, unroll=1):
-                # In its first round each warp helps with the scan.
-                look = partial(self._scanned, tokens, i - warp, scan)
+            if tokens.owner == 0 and count > 0 and warp >= count:
+                scan()
+                cute.arch.sync_threads()
+            for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
+                look = partial(self._look, tokens, rows, i, count, i == warp, scan)
                 self._row(tokens, state, rotary, norm, cache, shared, i, look)
-            if start + self.config.threads < end:
+            if after < end:
                 cute.arch.sync_threads()
                 self.rows.clear(rows)
                 cute.arch.sync_threads()
 
     @cute.jit
-    def _scanned(self, tokens: Tokens, i: Int32, scan):
-        """In a short call, where i is 0: `scan`, and wait until all warps have done so."""
-        if tokens.owner == 0 and i == 0:
-            scan()
-            cute.arch.sync_threads()
+    def _look(self, tokens: Tokens, rows: Int32, i: Int32, count: Int32, first, scan):
+        """In a short call: flag row i if its slot is repeated. `first`: of the warp's rows; then it
+        helps with the scan, and waits until all warps have done so."""
+        if tokens.owner == 0:
+            self.rows.compare(rows, i, count)
+            if first:
+                scan()
+                cute.arch.sync_threads()
 
     @cute.jit
     def _row(
@@ -182,16 +185,18 @@ class IndexerK(Compressor):
         look,
     ):
         """Compress and insert row i of the list; all lanes take part."""
-        # Factors come before they are needed: with the window, or, where many warps leave fewer
-        # registers, while those are waited for.
+        # Factors come before they are needed: with entries of the block table, or, where many warps
+        # leave fewer registers, while states are waited for.
         rows = shared + 4 * self.config.join_floats
         entry = self.rows.entry(rows, i)
+        factors_of = partial(
+            self._factors_of, tokens, rotary, norm, entry.position, state.head_size
+        )
         if const_expr(self.config.warps == 1):
-            factors = self._factors_of(tokens, rotary, norm, entry.position, state.head_size)
-            channels = self.window(state, entry, look)
+            channels, factors = self.window(state, entry, factors_of, look)
         else:
-            channels = self.window(state, entry, look)
-            factors = self._factors_of(tokens, rotary, norm, entry.position, state.head_size)
+            channels, _ = self.window(state, entry, lambda: None, look)
+            factors = factors_of()
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
             # Read again instead of kept in registers.

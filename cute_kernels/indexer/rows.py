@@ -19,6 +19,8 @@ from cute_kernels import dsl, dsl_nvfp4, dsl_store
 from cute_kernels.indexer.config import ENTRY_BYTES, FLAG_BYTES, MARKS, IndexerKConfig
 from cute_kernels.indexer.tokens import Tokens, completes, position_of, sequence_of
 
+# Of `Entry.slot`.
+_SLOT_BYTE = 4
 # Slots that a thread has in flight while it looks for repeated ones.
 _BATCH = 8
 
@@ -99,39 +101,52 @@ class Rows:
         return dsl.ld_shared_b32(self._parts(shared)[1] + FLAG_BYTES * i)
 
     @cute.jit
-    def scan(self, slots, tokens: Tokens, shared: Int32, start: Int32, count: Int32):
-        """Flag rows of the list for whose slot a later token completes a row; by all threads."""
+    def compare(self, shared: Int32, i: Int32, count: Int32):
+        """Flag row i where a later one of the list has its slot; by all lanes of a warp."""
+        entries, flags, _, _ = self._parts(shared)
+        own = self.entry(shared, i)
+        for other in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
+            token, slot = dsl.ld_shared_b32x2(entries + ENTRY_BYTES * other)
+            if slot == own.slot and token > own.token:
+                dsl.st_shared_b32(flags + FLAG_BYTES * i, Int32(1))
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def scan(self, slots, tokens: Tokens, shared: Int32, after: Int32, count: Int32):
+        """Flag rows of the list for whose slot a token from `after` on, where the list's tokens
+        end, completes another; by all threads."""
         tid, _, _ = cute.arch.thread_idx()
         _, _, marks, _ = self._parts(shared)
         threads, last = self.config.threads, tokens.tokens - 1
-        # No row is earlier than the token at `start`.
-        for first in cutlass.range(start + 1, tokens.tokens, _BATCH * threads, unroll=1):
-            places = [dsl_store.min_s32(first + tid + threads * k, last) for k in range(_BATCH)]
+        for first in cutlass.range(after + tid, tokens.tokens + tid, _BATCH * threads, unroll=1):
+            places = [dsl_store.min_s32(first + threads * k, last) for k in range(_BATCH)]
             # Low halves: slots that exist have nothing in the others.
             halves = [dsl_store.ld_global_b32(slot_at(slots, place)) for place in places]
-            hits = [dsl_nvfp4.ld_shared_u8(marks + (half & (MARKS - 1))) for half in halves]
-            some = hits[0]
-            for hit in hits[1:]:
-                some = some | hit
+            marked = [dsl_nvfp4.ld_shared_u8(marks + (half & (MARKS - 1))) for half in halves]
+            some = marked[0]
+            for one in marked[1:]:
+                some = some | one
             if cute.arch.vote_any_sync(some != 0):
-                for k in cutlass.range_constexpr(_BATCH):
-                    left = Int32(cute.arch.vote_ballot_sync(hits[k] != 0))
-                    while left != 0:
-                        lane, left = lowest(left), left & (left - 1)
-                        place = dsl.shuffle_from_lane(places[k], lane)
-                        half = dsl.shuffle_from_lane(halves[k], lane)
-                        self._flag(slots, tokens, shared, count, place, half)
+                for k in cutlass.range(_BATCH, unroll=1):
+                    place = dsl_store.min_s32(first + threads * k, last)
+                    self._look(slots, tokens, shared, count, place)
 
     @cute.jit
-    def _flag(self, slots, tokens: Tokens, shared: Int32, count: Int32, place: Int32, half: Int32):
-        """Flag the rows before the token at `place` that have its slot, if it completes one."""
-        entries, flags, _, _ = self._parts(shared)
-        for i in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
-            token, slot = dsl.ld_shared_b32x2(entries + ENTRY_BYTES * i)
-            if slot == half and token < place:
-                full = dsl_store.ld_global_b64(slot_at(slots, place))
-                if completes(tokens, full, position_of(tokens, place)) != 0:
-                    dsl.st_shared_b32(flags + FLAG_BYTES * i, Int32(1))
+    def _look(self, slots, tokens: Tokens, shared: Int32, count: Int32, place: Int32):
+        """Compare a token of each lane with all rows, one token after the other."""
+        entries, flags, marks, _ = self._parts(shared)
+        half = dsl_store.ld_global_b32(slot_at(slots, place))
+        marked = dsl_nvfp4.ld_shared_u8(marks + (half & (MARKS - 1)))
+        left = Int32(cute.arch.vote_ballot_sync(marked != 0))
+        while left != 0:
+            lane, left = lowest(left), left & (left - 1)
+            token = dsl.shuffle_from_lane(place, lane)
+            low = dsl.shuffle_from_lane(half, lane)
+            for i in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
+                if dsl.ld_shared_b32(entries + ENTRY_BYTES * i + _SLOT_BYTE) == low:
+                    slot = dsl_store.ld_global_b64(slot_at(slots, token))
+                    if completes(tokens, slot, position_of(tokens, token)) != 0:
+                        dsl.st_shared_b32(flags + FLAG_BYTES * i, Int32(1))
 
 
 def slot_at(slots: Int64, token: Int32) -> Int64:

@@ -56,6 +56,13 @@ class State(NamedTuple):
     last_column: Int32
 
 
+class Place(NamedTuple):
+    """Of a row of a window: what its entry of the block table says, and bytes into the block."""
+
+    block: Int32
+    offset: Int64
+
+
 class Softmax(NamedTuple):
     """Of a channel: maximum of the scores, sum of the weights, weighted sum of the entries."""
 
@@ -99,16 +106,22 @@ class Compressor:
         return tid >> 5
 
     @cute.jit
-    def window(self, state: State, row: Entry, meanwhile):
-        """The softmax of the warp's rows of the window, in each channel of each lane, by vector.
-        `meanwhile()` is called once, where there is room for it when loads are in flight."""
+    def window(self, state: State, row: Entry, early, late):
+        """The softmax of the warp's rows of the window, in each channel of each lane, by vector;
+        and what `early()` returns.
+
+        It is called while entries of the block table are on their way, `late()` while states are.
+        """
         if const_expr(not self.config.loop):
             first = self.warp() * WINDOW_ROWS
-            words = self._state_words(state, self._addresses(state, row, first), 0)
-            meanwhile()
+            place = self._places(state, row, first)
+            result = early()
+            words = self._state_words(state, self._addresses(state, place), 0)
+            late()
             channels = [self._softmax(state, row, first, words, None)]
         else:
-            meanwhile()
+            result = early()
+            late()
             empty = (dsl.NEG_INF, 0.0, 0.0)
             channels = [
                 [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
@@ -117,11 +130,11 @@ class Compressor:
             batches = cute.ceil_div(state.window, WINDOW_ROWS)
             for batch in cutlass.range(self.warp(), batches, self.config.warps, unroll=1):
                 first = batch * WINDOW_ROWS
-                address = self._addresses(state, row, first)
+                address = self._addresses(state, self._places(state, row, first))
                 for v in cutlass.range_constexpr(self.config.vectors):
                     words = self._state_words(state, address, v)
                     channels[v] = self._softmax(state, row, first, words, channels[v])
-        return channels
+        return channels, result
 
     def compressed(self, shared: Int32, channels):
         """The compressed channels of each lane, by vector; several warps all have them."""
@@ -135,9 +148,9 @@ class Compressor:
         return dsl_store.ones_below(index - (state.window - count), count)
 
     @cute.jit
-    def _addresses(self, state: State, row: Entry, first: Int32) -> Int64:
-        """In lane l: the address of row first + l of the window; of its last for l of 8 or more,
-        and where there is none."""
+    def _places(self, state: State, row: Entry, first: Int32) -> Place:
+        """In lane l: of row first + l of the window; of its last for l of 8 or more, and where
+        there is none."""
         index = first + cute.arch.lane_idx() % WINDOW_ROWS
         near = row.position
         if self._exists(state, row, index) != 0:
@@ -147,11 +160,14 @@ class Compressor:
         entry = state.table + Int64(sequence) * state.table_row
         column = dsl_store.min_s32(column, state.last_column)
         block = dsl_store.ld_global_b32(entry + Int64(column) * state.table_column)
-        block = dsl_store.clamp_s32(block, state.last_block)
-        address = state.state + Int64(block) * state.block + Int64(token) * state.token
+        late = Int64(0)
         if index >= state.late_rows:
-            address = address + state.late
-        return address
+            late = state.late
+        return Place(block, Int64(token) * state.token + late)
+
+    def _addresses(self, state: State, place: Place) -> Int64:
+        block = dsl_store.clamp_s32(place.block, state.last_block)
+        return state.state + Int64(block) * state.block + place.offset
 
     def _state_words(self, state: State, address: Int64, v: int):
         """Of the lane's channels of a vector, in the rows at `address`."""
