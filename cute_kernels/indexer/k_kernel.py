@@ -185,18 +185,12 @@ class IndexerK(Compressor):
         look,
     ):
         """Compress and insert row i of the list; all lanes take part."""
-        # Factors come before they are needed: with entries of the block table, or, where many warps
-        # leave fewer registers, while states are waited for.
         rows = shared + 4 * self.config.join_floats
         entry = self.rows.entry(rows, i)
         factors_of = partial(
             self._factors_of, tokens, rotary, norm, entry.position, state.head_size
         )
-        if const_expr(self.config.warps == 1):
-            channels, factors = self.window(state, entry, factors_of, look)
-        else:
-            channels, _ = self.window(state, entry, lambda: None, look)
-            factors = factors_of()
+        channels, factors = self.window(state, entry, factors_of, look)
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
             # Read again instead of kept in registers.
