@@ -4,9 +4,9 @@ Shapes: state (blocks, block_size, 2 W) float32, W = D or 2 D, D a multiple of 3
 positions, slots (tokens,) int64; token_to_seq (tokens,) int32; table (B, columns) int32; cache
 blocks as docs/formats.md has them. All strides are free.
 
-A warp looks through a span of tokens for those that complete a row, and takes one after the other;
-where windows are long all warps of a CTA look, and share each window (`window.py`). One warp then
-finishes the row: RMSNorm, rotation, quantization, and the store.
+A CTA has a span of tokens, of which it lists those that complete a row (`rows.py`). A warp takes one
+row after the other; where windows are long all warps of a CTA share each (`window.py`). One warp
+then finishes the row: RMSNorm, rotation, quantization, and the store.
 
 Positions, sequences and blocks outside their tables are moved inside: nothing outside of the
 tensors is read, and the row is then of no use. Of rows with one slot one is stored: in short calls
