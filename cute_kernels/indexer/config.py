@@ -37,6 +37,11 @@ SCANNED_TOKENS = 16384
 # In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row,
 # and a flag. And a byte for each of so many low parts of slots, a power of two.
 ENTRY_BYTES, FLAG_BYTES, MARKS = 16, 4, 8192
+# While a CTA looks for repeated slots, chunks of so many tokens' are in shared memory, so many at a
+# time.
+SCAN_TOKENS, SCAN_STAGES, SLOT_BYTES = 1024, 4, 8
+# Shared memory of an SM; each CTA takes 1 KiB more than it asks for.
+_SM_SHARED_BYTES, _CTA_SHARED_BYTES = 228 * 1024, 1024
 
 
 class Table(IntEnum):
@@ -103,7 +108,7 @@ class IndexerKConfig:
     def independent_warps(self) -> int:
         if self.warps > 1:
             return 1
-        return 8 if self.vectors == 1 else 4
+        return 16 if self.vectors == 1 else 4
 
     @property
     def threads(self) -> int:
@@ -111,14 +116,14 @@ class IndexerKConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """Resident CTAs that registers are budgeted for, each with a span of tokens: one of long
-        windows has 512 threads, or the four vectors of fewer."""
-        return 1 if self.warps > 1 else 2
+        """Resident CTAs that registers are budgeted for, each with a span of tokens."""
+        return 1 if self.vectors == 1 or self.warps > 1 else 2
 
     @property
     def smem_carveout(self) -> int:
         """Percent of an SM's memory that is shared; the rest is L1 cache."""
-        return 50 if self.warps > 1 else 14
+        needed = self.ctas_per_sm * (self.shared_bytes + _CTA_SHARED_BYTES)
+        return -(-100 * needed // _SM_SHARED_BYTES)
 
     @property
     def join_floats(self) -> int:
@@ -131,12 +136,13 @@ class IndexerKConfig:
 
     @property
     def list_bytes(self) -> int:
-        """The list of rows (`rows.Rows`), and its length."""
-        return (ENTRY_BYTES + FLAG_BYTES) * self.threads + MARKS + 16
+        """The list of rows (`rows.Memory`) but for barriers."""
+        ring = SCAN_STAGES * SCAN_TOKENS * SLOT_BYTES
+        return (ENTRY_BYTES + FLAG_BYTES) * self.threads + MARKS + 16 + ring
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * self.join_floats + self.list_bytes
+        return 4 * self.join_floats + self.list_bytes + 8 * SCAN_STAGES
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ Shapes: state (blocks, block_size, 2 W) float32, W = D or 2 D, D a multiple of 3
 positions, slots (tokens,) int64; token_to_seq (tokens,) int32; table (B, columns) int32; cache
 blocks as docs/formats.md has them. All strides are free.
 
-A CTA has a span of tokens, of which it lists those that complete a row (`rows.py`). A warp takes one
-row after the other; where windows are long all warps of a CTA share each (`window.py`). One warp
-then finishes the row: RMSNorm, rotation, quantization, and the store.
+A CTA has a span of tokens, of which it lists those that complete a row (`rows.py`). A warp takes
+one row after the other; where windows are long all warps of a CTA share each (`window.py`). One
+warp then finishes the row: RMSNorm, rotation, quantization, and the store.
 
 Positions, sequences and blocks outside their tables are moved inside: nothing outside of the
 tensors is read, and the row is then of no use. Of rows with one slot one is stored: in short calls
@@ -39,7 +39,7 @@ from cute_kernels.indexer.quantize import (
     table_value,
     table_values,
 )
-from cute_kernels.indexer.rows import Entry, Rows
+from cute_kernels.indexer.rows import Entry, Memory, Rows
 from cute_kernels.indexer.tokens import Tokens
 from cute_kernels.indexer.window import Compressor, State
 from cute_kernels.store.kernel import Divisor, divided, owns
@@ -130,8 +130,8 @@ class IndexerK(Compressor):
         norm: Norm,
         cache: Cache,
     ):
-        shared = self.allocate()
-        rows = shared + 4 * self.config.join_floats
+        shared, full = self.allocate()
+        memory = self.rows.memory(shared + 4 * self.config.join_floats, full)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         slots = mSlots.iterator.toint()
@@ -139,35 +139,37 @@ class IndexerK(Compressor):
         end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
         if first + tid < end:
             self.rows.prefetch(slots, tokens, first + tid)
-        self.rows.clear(rows)
+        self.rows.begin(memory)
         if tokens.owner == 0:
             # In this order: what is launched now may read what the kernels before this one wrote.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         # Else `ClaimRows`, the kernel before, has waited for them, and `owns` waits for it.
         cute.arch.sync_threads()
+        chunk, warp = Int32(0), self.independent_warp()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
-            count = self.rows.gather(slots, tokens, rows, start, end)
-            after = dsl_store.min_s32(start + self.config.threads, end)
-            scan = partial(self.rows.scan, slots, tokens, rows, after, count)
-            warp = self.independent_warp()
-            if tokens.owner == 0 and count > 0 and warp >= count:
-                scan()
-                cute.arch.sync_threads()
+            count, later = self.rows.gather(slots, tokens, memory, start, end, chunk)
+            scan = partial(self.rows.scan, slots, tokens, memory, later, count)
+            if tokens.owner == 0 and count > 0:
+                self.rows.fetch(slots, memory, later)
+                chunk = chunk + later.chunks
+                if warp >= count:
+                    scan()
+                    cute.arch.sync_threads()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
-                look = partial(self._look, tokens, rows, i, count, i == warp, scan)
-                self._row(tokens, state, rotary, norm, cache, shared, i, look)
-            if after < end:
+                look = partial(self._look, tokens, memory, i, count, i == warp, scan)
+                self._row(tokens, state, rotary, norm, cache, memory, shared, i, look)
+            if later.first < end:
                 cute.arch.sync_threads()
-                self.rows.clear(rows)
+                self.rows.clear(memory)
                 cute.arch.sync_threads()
 
     @cute.jit
-    def _look(self, tokens: Tokens, rows: Int32, i: Int32, count: Int32, first, scan):
+    def _look(self, tokens: Tokens, memory: Memory, i: Int32, count: Int32, first, scan):
         """In a short call: flag row i if its slot is repeated. `first`: of the warp's rows; then it
         helps with the scan, and waits until all warps have done so."""
         if tokens.owner == 0:
-            self.rows.compare(rows, i, count)
+            self.rows.compare(memory, i, count)
             if first:
                 scan()
                 cute.arch.sync_threads()
@@ -180,13 +182,13 @@ class IndexerK(Compressor):
         rotary: Rotary,
         norm: Norm,
         cache: Cache,
+        memory: Memory,
         shared: Int32,
         i: Int32,
         look,
     ):
         """Compress and insert row i of the list; all lanes take part."""
-        rows = shared + 4 * self.config.join_floats
-        entry = self.rows.entry(rows, i)
+        entry = self.rows.entry(memory, i)
         factors_of = partial(
             self._factors_of, tokens, rotary, norm, entry.position, state.head_size
         )
@@ -194,7 +196,7 @@ class IndexerK(Compressor):
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
             # Read again instead of kept in registers.
-            entry, repeated = self.rows.entry(rows, i), self.rows.repeated(rows, i)
+            entry, repeated = self.rows.entry(memory, i), self.rows.repeated(memory, i)
             self._finish(tokens, rotary, norm, cache, entry, compressed, factors, repeated)
 
     def _factors_of(

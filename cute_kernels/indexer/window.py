@@ -20,6 +20,7 @@ from cute_kernels.indexer.config import (
     JOIN_ROW_BYTES,
     JOINED_WARPS,
     LANE_CHANNELS,
+    SCAN_STAGES,
     WARP_CHANNELS,
     WINDOW_ROWS,
     IndexerKConfig,
@@ -85,11 +86,12 @@ class Compressor:
     def __init__(self, config: IndexerKConfig):
         self.config = config
 
-    def allocate(self) -> Int32:
-        """Address of `config.shared_bytes` in shared memory."""
+    def allocate(self):
+        """`config.shared_bytes` of shared memory: an address, and barriers behind all else."""
         allocator = cutlass.memory.SmemAllocator()
-        words = self.config.shared_bytes // 4
-        return allocator.allocate_array(Int32, words, byte_alignment=128).toint()
+        words = self.config.join_floats + self.config.list_bytes // 4
+        shared = allocator.allocate_array(Int32, words, byte_alignment=128).toint()
+        return shared, allocator.allocate_array(Int64, SCAN_STAGES, byte_alignment=8)
 
     def warp(self) -> Int32:
         """The warp's number among those that share a window."""
@@ -218,7 +220,7 @@ class Compressor:
         for r in range(WINDOW_ROWS):
             row = dsl.shuffle_from_lane(unit, Int32(r))
             for base in bases:
-                words += dsl_store.ld_global_b32x4(dsl_store.add_16_times(base, row))
+                words += dsl_store.ld_global_once_b32x4(dsl_store.add_16_times(base, row))
         return words
 
     def _load_single(self, state: State, address: Int64, offset: Int64):
