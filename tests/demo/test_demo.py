@@ -278,6 +278,23 @@ def test_a_file_in_parts_is_joined_once(tmp_path, monkeypatch):
     assert list(cache.iterdir()) == [path]
 
 
+class Pieces:
+    """A tokenizer that cuts words into so many letters."""
+
+    def __init__(self, letters: int) -> None:
+        self.letters = letters
+
+    def tokenize(self, text: str) -> list[str]:
+        n = self.letters
+        return [w[i : i + n] for w in text.split() for i in range(0, len(w), n)]
+
+
+def test_a_tokenizer_that_does_not_know_common_words_is_refused():
+    demo_models.check_tokenizer(Pieces(letters=20))
+    with pytest.raises(ClickException, match="reads this GGUF file's tokenizer wrongly"):
+        demo_models.check_tokenizer(Pieces(letters=3))
+
+
 # ---- the whole ---------------------------------------------------------------------------------
 
 
