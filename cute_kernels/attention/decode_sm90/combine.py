@@ -10,14 +10,13 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.output import Partial, fold_of
-from cute_kernels.attention.decode_sm90.config import MAX_SPLITS, WARPGROUP_THREADS
+from cute_kernels.attention.decode_sm90.config import MAX_SPLITS
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane
 from cute_kernels.attention.decode_sm90.parts import Parts, slot_of_part
 
 # Threads that read one part's row side by side, at least: 4 times 16 bytes are two sectors.
 MIN_WIDTH = 4
 _WARP = 32
-_WARPS = WARPGROUP_THREADS // _WARP
 
 
 class Share(NamedTuple):
@@ -117,13 +116,13 @@ class Combining(ConsumerLane):
                 state = merged(state, [dsl.shuffle_xor_f32(x, Int32(distance)) for x in state])
         if groups > 1:
             at = self.ring.base.toint() + self.tid * 16
-            sums = self.ring.base.toint() + WARPGROUP_THREADS * 16 + self.tid * 8
+            sums = self.ring.base.toint() + self.config.consumer_threads * 16 + self.tid * 8
             dsl.st_shared_f32x4(at, *state[2:])
             dsl.st_shared_f32x2(sums, state[0], state[1])
             self.barrier()
             # from here on a group is the warps that hold the same blocks
             stride = cutlass.max(width, Int32(_WARP))
-            for other in cutlass.range(stride, WARPGROUP_THREADS, stride, unroll=1):
+            for other in cutlass.range(stride, self.config.consumer_threads, stride, unroll=1):
                 if self.tid < stride:
                     theirs = (
                         *dsl.ld_shared_f32x2(sums + other * 8),
@@ -151,7 +150,7 @@ class Combining(ConsumerLane):
         row_blocks = head_size // 4
         base_o = partial.mO.iterator.toint() + (row * head_size + element) * 4
         values_at = self.ring.base.toint()
-        table_at = values_at + in_flight * WARPGROUP_THREADS * 16
+        table_at = values_at + in_flight * self.config.consumer_threads * 16
         first_row = base // row_blocks
         last_row = (cutlass.min(base + share.width, share.end) - 1) // row_blocks
         own_row_at = table_at + (row - first_row) * (MAX_SPLITS * 16)
@@ -165,7 +164,9 @@ class Combining(ConsumerLane):
                 slot = Int64(slot_of_part(parts, part))
                 values.append(dsl.ld_global_cg_f32x4(base_o + slot * (rows * head_size * 4)))
             if first == 0:
-                for each in cutlass.range(first_row + self.warp, last_row + 1, _WARPS, unroll=1):
+                for each in cutlass.range(
+                    first_row + self.warp, last_row + 1, self.config.consumer_warps, unroll=1
+                ):
                     at = table_at + (each - first_row) * (MAX_SPLITS * 16)
                     self._tabulate_folds(partial, parts, each, at)
             else:

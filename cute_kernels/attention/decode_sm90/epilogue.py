@@ -19,13 +19,14 @@ from cute_kernels.attention.common.output import (
 )
 from cute_kernels.attention.common.tile_schedule import Chunk, Sequence, Shape, query_token
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
-from cute_kernels.attention.decode_sm90.lane import ConsumerLane, Softmax
+from cute_kernels.attention.decode_sm90.lane import NO_KEY, ConsumerLane, Softmax
 
 
 class Epilogue(ConsumerLane):
     @cute.jit
     def reduce_sums(self, state: Softmax):
-        """Row sums over all tokens; afterwards every lane of a row holds the same sum."""
+        """Row sums over all tokens; afterwards every lane of a row holds the same sum. A row that
+        has seen no key gets the maximum -inf."""
         for n in cutlass.range_constexpr(self.row_blocks):
             for r in cutlass.range_constexpr(2):
                 total = state.rSum[2 * n + r]
@@ -41,11 +42,13 @@ class Epilogue(ConsumerLane):
         self.barrier()
         for n in cutlass.range_constexpr(self.row_blocks):
             total = [Float32(0.0), Float32(0.0)]
-            for w in cutlass.range_constexpr(4):
+            for w in cutlass.range_constexpr(self.config.consumer_warps):
                 other = dsl.ld_shared_f32x2(self._warp_row(self.smem.row_sum, w, n))
                 total = [total[0] + other[0], total[1] + other[1]]
-            state.rSum[2 * n] = total[0]
-            state.rSum[2 * n + 1] = total[1]
+            for r in cutlass.range_constexpr(2):
+                state.rSum[2 * n + r] = total[r]
+                if state.rMax[2 * n + r] == NO_KEY:
+                    state.rMax[2 * n + r] = Float32(dsl.NEG_INF)
 
     @cute.jit
     def write_output(

@@ -43,7 +43,6 @@ from cute_kernels.attention.common.tile_schedule import (
     split_tiles,
 )
 from cute_kernels.attention.decode_sm90.combine import MIN_WIDTH, Combining, Share, no_parts
-from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, Plan
 from cute_kernels.attention.decode_sm90.parts import parts_of
 
@@ -154,10 +153,10 @@ class Fixup(Combining):
         share = dsl.quotient(blocks + shared.pieces - 1, shared.pieces)
         begin = (shared.own & 0xFFFF) * share
         end = cutlass.min(begin + (shared.own >> 16) * share, blocks)
-        width = Int32(WARPGROUP_THREADS)
+        width = Int32(self.config.consumer_threads)
         while (width > MIN_WIDTH) & (width >= 2 * (end - begin)):
             width = width >> 1
-        groups = WARPGROUP_THREADS // width
+        groups = self.config.consumer_threads // width
         group = self.tid // width
         return Share(begin, end, width, groups, group, self.tid - group * width)
 
@@ -200,7 +199,7 @@ class Fixup(Combining):
     @cute.jit
     def write_rows_without_keys(self, output: Output, lengths: Lengths, cta: Int32, ctas: Int32):
         """Rows of sequences that have no tile: output 0, LSE the sink or -inf."""
-        shape = self.shape
+        shape, threads = self.shape, self.config.consumer_threads
         heads = shape.head_sets * shape.abreast * shape.group
         cta = cta * shape.abreast + shape.place
         ctas = ctas * shape.abreast
@@ -209,7 +208,7 @@ class Fixup(Combining):
             blocks = seq.q_len * heads * (self.config.head_size // 4)
             if (seq.tiles > 0) | (seq.chunks == 0):
                 blocks = Int32(0)
-            for block in cutlass.range(self.tid, blocks, WARPGROUP_THREADS, unroll=1):
+            for block in cutlass.range(self.tid, blocks, threads, unroll=1):
                 row = block // (self.config.head_size // 4)
                 element = 4 * (block - row * (self.config.head_size // 4))
                 token = row // heads
