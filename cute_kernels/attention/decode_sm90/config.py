@@ -176,7 +176,9 @@ class DecodeConfig:
     @property
     def parts_in_flight(self) -> int:
         """Parts of an item whose loads a thread has in flight: as its registers allow."""
-        return 4 if self.ctas_per_sm >= 4 else 8
+        if self.ctas_per_sm >= 4:
+            return 4 if self.box_tokens > 16 else 1
+        return 8
 
     @property
     def consumer_threads(self) -> int:
