@@ -243,9 +243,35 @@ def ld_global_b32x4(address: Int64, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def ld_global_once_b32x4(address: Int64, *, loc=None, ip=None):
+    """Of what nothing else will ask for: L1 does not keep it."""
+    ptx = "ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];"
+    return _asm([Int32] * 4, [address], ptx, "=r,=r,=r,=r,l", True, loc, ip)
+
+
+@dsl_user_op
+def copy_bulk(shared: Int32, source: Int64, size: Int32, barrier: Int32, *, loc=None, ip=None):
+    """As ``dsl_nvfp4.copy_bulk``, of a size that is known at run time."""
+    ptx = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    _asm([], [shared, source, size, barrier], ptx, "r,l,r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def ld_global_b32x2(address: Int64, *, loc=None, ip=None):
     ptx = "ld.global.v2.b32 {$0,$1}, [$2];"
     return _asm([Int32] * 2, [address], ptx, "=r,=r,l,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def st_shared_b8(address: Int32, x: Int32, *, loc=None, ip=None):
+    _asm([], [address, x], "st.shared.b8 [$0], $1;", "r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def atomic_add_shared(address: Int32, x: Int32, *, loc=None, ip=None):
+    """What was there before."""
+    ptx = "atom.shared.add.u32 $0, [$1], $2;"
+    return _asm([Int32], [address, x], ptx, "=r,r,r,~{memory}", True, loc, ip)
 
 
 @dsl_user_op
@@ -261,6 +287,12 @@ def ld_global_b64(address: Int64, *, loc=None, ip=None):
 @dsl_user_op
 def ld_global_b32(address: Int64, *, loc=None, ip=None):
     return _asm([Int32], [address], "ld.global.b32 $0, [$1];", "=r,l", True, loc, ip)
+
+
+@dsl_user_op
+def ld_volatile_b32(address: Int64, *, loc=None, ip=None):
+    """A load that the assembler does not move to where a branch needs it."""
+    return _asm([Int32], [address], "ld.volatile.global.b32 $0, [$1];", "=r,l", True, loc, ip)
 
 
 @dsl_user_op

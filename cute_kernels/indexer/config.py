@@ -33,7 +33,15 @@ JOIN_ROW_BYTES = 4 * (WARP_CHANNELS + 8)
 JOINED_WARPS = 4
 # Calls of up to this many tokens look for repeated slots in the kernel itself; longer ones are
 # preceded by a launch of `IndexerClaimConfig`.
-SCANNED_TOKENS = 1024
+SCANNED_TOKENS = 16384
+# In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row,
+# and a flag. And a byte for each of so many low parts of slots, a power of two.
+ENTRY_BYTES, FLAG_BYTES, MARKS = 16, 4, 8192
+# While a CTA looks for repeated slots, chunks of so many tokens' are in shared memory, so many at a
+# time.
+SCAN_TOKENS, SCAN_STAGES, SLOT_BYTES = 1024, 4, 8
+# Shared memory of an SM; each CTA takes 1 KiB more than it asks for.
+_SM_SHARED_BYTES, _CTA_SHARED_BYTES = 228 * 1024, 1024
 
 
 class Table(IntEnum):
@@ -98,7 +106,9 @@ class IndexerKConfig:
 
     @property
     def independent_warps(self) -> int:
-        return 4 if self.warps == 1 else 1
+        if self.warps > 1:
+            return 1
+        return 16 if self.vectors == 1 else 4
 
     @property
     def threads(self) -> int:
@@ -106,21 +116,14 @@ class IndexerKConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """Resident CTAs that registers are budgeted for: one of long windows has 512 threads, or
-        the four vectors of fewer."""
-        if self.warps > 1:
-            return 1
-        return 4 if self.vectors == 1 else 2
+        """Resident CTAs that registers are budgeted for, each with a span of tokens."""
+        return 1 if self.vectors == 1 or self.warps > 1 else 2
 
     @property
     def smem_carveout(self) -> int:
         """Percent of an SM's memory that is shared; the rest is L1 cache."""
-        return 50 if self.shared_floats else 0
-
-    @property
-    def spans_per_sm(self) -> int:
-        """Spans of tokens that an SM works on at a time."""
-        return self.ctas_per_sm * self.independent_warps
+        needed = self.ctas_per_sm * (self.shared_bytes + _CTA_SHARED_BYTES)
+        return -(-100 * needed // _SM_SHARED_BYTES)
 
     @property
     def join_floats(self) -> int:
@@ -132,9 +135,14 @@ class IndexerKConfig:
         return rows * JOIN_ROW_BYTES // 4 + self.vectors * WARP_CHANNELS
 
     @property
-    def shared_floats(self) -> int:
-        """And two words for each of the warps that share a window."""
-        return self.join_floats + 2 * self.warps if self.warps > 1 else 0
+    def list_bytes(self) -> int:
+        """The list of rows (`rows.Memory`) but for barriers."""
+        ring = SCAN_STAGES * SCAN_TOKENS * SLOT_BYTES
+        return (ENTRY_BYTES + FLAG_BYTES) * self.threads + MARKS + 16 + ring
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * self.join_floats + self.list_bytes + 8 * SCAN_STAGES
 
 
 @dataclass(frozen=True)

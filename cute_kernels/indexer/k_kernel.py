@@ -4,9 +4,9 @@ Shapes: state (blocks, block_size, 2 W) float32, W = D or 2 D, D a multiple of 3
 positions, slots (tokens,) int64; token_to_seq (tokens,) int32; table (B, columns) int32; cache
 blocks as docs/formats.md has them. All strides are free.
 
-A warp looks through a span of tokens for those that complete a row, and takes one after the other;
-where windows are long all warps of a CTA look, and share each window (`window.py`). One warp then
-finishes the row: RMSNorm, rotation, quantization, and the store.
+A CTA has a span of tokens, of which it lists those that complete a row (`rows.py`). A warp takes
+one row after the other; where windows are long all warps of a CTA share each (`window.py`). One
+warp then finishes the row: RMSNorm, rotation, quantization, and the store.
 
 Positions, sequences and blocks outside their tables are moved inside: nothing outside of the
 tensors is read, and the row is then of no use. Of rows with one slot one is stored: in short calls
@@ -39,12 +39,11 @@ from cute_kernels.indexer.quantize import (
     table_value,
     table_values,
 )
-from cute_kernels.indexer.tokens import Tokens, completes, position_of, sequence_of
-from cute_kernels.indexer.window import Compressor, Row, State
+from cute_kernels.indexer.rows import Entry, Memory, Rows
+from cute_kernels.indexer.tokens import Tokens
+from cute_kernels.indexer.window import Compressor, State
 from cute_kernels.store.kernel import Divisor, divided, owns
 
-# Tokens whose slots a lane has in flight while its warp looks for repeated ones.
-_BATCH = 8
 # Lanes with the chunks of a group, and of a row: two lanes hold the elements of a chunk.
 _GROUP_MASKS, _WARP_MASKS = (2, 4), (2, 4, 8, 16)
 
@@ -99,6 +98,7 @@ class IndexerK(Compressor):
     def __init__(self, config: IndexerKConfig):
         super().__init__(config)
         self.quantizer = quantizer(config.cache_format, config.e2m1_instruction)
+        self.rows = Rows(config)
 
     @cute.jit
     def __call__(
@@ -111,9 +111,8 @@ class IndexerK(Compressor):
         cache: Cache,
         stream,
     ):
-        spans = cute.ceil_div(tokens.tokens, tokens.span)
         self.kernel(mSlots, tokens, state, rotary, norm, cache).launch(
-            grid=(cute.ceil_div(spans, self.config.independent_warps), 1, 1),
+            grid=(cute.ceil_div(tokens.tokens, tokens.span), 1, 1),
             block=(self.config.threads, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -131,86 +130,81 @@ class IndexerK(Compressor):
         norm: Norm,
         cache: Cache,
     ):
-        shared = self.allocate()
-        # Behind `ClaimRows`, the kernels that wrote the inputs have ended: `owns` waits for it.
-        if tokens.owner == 0:
-            cute.arch.griddepcontrol_wait()
+        shared, full = self.allocate()
+        memory = self.rows.memory(shared + 4 * self.config.join_floats, full)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        warp, lane = tid >> 5, tid & 31
-        if const_expr(self.config.warps == 1):
-            first = (cta * self.config.independent_warps + warp) * tokens.span
-            end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
-            for start in cutlass.range(first, end, 32, unroll=1):
-                left = self._complete(mSlots, tokens, start + lane, end)
-                while left != 0:
-                    token, left = start + _lowest(left), left & (left - 1)
-                    self._row(mSlots, tokens, state, rotary, norm, cache, shared, token)
-        else:
-            first = cta * tokens.span
-            end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
-            words = shared + 4 * (self.config.join_floats + self.config.warps)
-            for start in cutlass.range(first, end, self.config.threads, unroll=1):
-                # All warps look, each at tokens of its own, and learn what the others found.
-                own = self._complete(mSlots, tokens, start + tid, end)
-                if lane == 0:
-                    dsl.st_shared_b32(words + 4 * warp, own)
+        slots = mSlots.iterator.toint()
+        first = cta * tokens.span
+        end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
+        if first + tid < end:
+            self.rows.prefetch(slots, tokens, first + tid)
+        self.rows.begin(memory)
+        if tokens.owner == 0:
+            # In this order: what is launched now may read what the kernels before this one wrote.
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        # Else `ClaimRows`, the kernel before, has waited for them, and `owns` waits for it.
+        cute.arch.sync_threads()
+        chunk, warp = Int32(0), self.independent_warp()
+        for start in cutlass.range(first, end, self.config.threads, unroll=1):
+            count, later = self.rows.gather(slots, tokens, memory, start, end, chunk)
+            scan = partial(self.rows.scan, slots, tokens, memory, later, count)
+            if tokens.owner == 0 and count > 0:
+                self.rows.fetch(slots, memory, later)
+                chunk = chunk + later.chunks
+                if warp >= count:
+                    scan()
+                    cute.arch.sync_threads()
+            for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
+                look = partial(self._look, tokens, memory, i, count, i == warp, scan)
+                self._row(tokens, state, rotary, norm, cache, memory, shared, i, look)
+            if later.first < end:
                 cute.arch.sync_threads()
-                found = dsl.ld_shared_b32(words + 4 * (lane % self.config.warps))
-                some = found != 0 and lane < self.config.warps
-                groups = Int32(cute.arch.vote_ballot_sync(some))
-                while groups != 0:
-                    group, groups = _lowest(groups), groups & (groups - 1)
-                    left = dsl.shuffle_from_lane(found, group)
-                    while left != 0:
-                        token, left = start + 32 * group + _lowest(left), left & (left - 1)
-                        self._row(mSlots, tokens, state, rotary, norm, cache, shared, token)
-                # Not before all warps have read the words.
+                self.rows.clear(memory)
                 cute.arch.sync_threads()
 
     @cute.jit
-    def _complete(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32, end: Int32) -> Int32:
-        """Bits of the lanes whose token, one below `end`, completes a row."""
-        near = dsl_store.min_s32(token, end - 1)
-        slot, position = mSlots[near], position_of(tokens, near)
-        live = completes(tokens, slot, position) & Int32(token < end)
-        return Int32(cute.arch.vote_ballot_sync(live != 0))
+    def _look(self, tokens: Tokens, memory: Memory, i: Int32, count: Int32, first, scan):
+        """In a short call: flag row i if its slot is repeated. `first`: of the warp's rows; then it
+        helps with the scan, and waits until all warps have done so."""
+        if tokens.owner == 0:
+            self.rows.compare(memory, i, count)
+            if first:
+                scan()
+                cute.arch.sync_threads()
 
     @cute.jit
     def _row(
         self,
-        mSlots: cute.Tensor,
         tokens: Tokens,
         state: State,
         rotary: Rotary,
         norm: Norm,
         cache: Cache,
+        memory: Memory,
         shared: Int32,
-        token: Int32,
+        i: Int32,
+        look,
     ):
-        """Compress and insert the row that a token completes; all lanes take part."""
-        # What was just read is read again, from the cache, instead of being kept in registers.
-        # Factors come before they are needed: with the window, or, where many warps leave fewer
-        # registers, while those are waited for.
-        row = Row(position_of(tokens, token), sequence_of(tokens, token))
-        look = partial(self._is_repeated, mSlots, tokens, token)
-        if const_expr(self.config.warps == 1):
-            factors = self._factors_of(tokens, rotary, norm, row.position, state.head_size)
-            channels, repeated = self.window(state, row, look)
-        else:
-            channels, repeated = self.window(state, row, look)
-            position = position_of(tokens, token)
-            factors = self._factors_of(tokens, rotary, norm, position, state.head_size)
-        compressed, repeated = self.compressed(shared, channels, repeated)
+        """Compress and insert row i of the list; all lanes take part."""
+        entry = self.rows.entry(memory, i)
+        factors_of = partial(
+            self._factors_of, tokens, rotary, norm, entry.position, state.head_size
+        )
+        channels, factors = self.window(state, entry, factors_of, look)
+        compressed = self.compressed(shared, channels)
         if self.warp() == 0:
-            self._finish(mSlots, tokens, rotary, norm, cache, token, compressed, factors, repeated)
+            # Read again instead of kept in registers.
+            entry, repeated = self.rows.entry(memory, i), self.rows.repeated(memory, i)
+            self._finish(tokens, rotary, norm, cache, entry, compressed, factors, repeated)
 
     def _factors_of(
-        self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int64, head_size: Int32
+        self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int32, head_size: Int32
     ):
         """By vector."""
         # (position // ratio) * ratio of a token that completes a row.
-        first = position + 1 - Int64(tokens.ratio.divisor)
+        first = Int64(position + 1 - tokens.ratio.divisor)
         first = dsl_store.clamp_s64(first, rotary.last_position)
         table = rotary.cos_sin + first * rotary.row
         return [
@@ -240,18 +234,17 @@ class IndexerK(Compressor):
     @cute.jit
     def _finish(
         self,
-        mSlots: cute.Tensor,
         tokens: Tokens,
         rotary: Rotary,
         norm: Norm,
         cache: Cache,
-        token: Int32,
+        entry: Entry,
         compressed,
         factors,
         repeated: Int32,
     ):
         """By one warp: from its lanes' channels to stored bytes."""
-        lane, slot = cute.arch.lane_idx(), mSlots[token]
+        lane = cute.arch.lane_idx()
         head_size = cache.row_values * (2 // self.quantizer.code_words)
         words = self._words(rotary, norm, head_size, compressed, factors)
         largest = [self._largest(chunk) for chunk in words]
@@ -267,12 +260,12 @@ class IndexerK(Compressor):
             self.quantizer.codes(chunk, inverse_scales(one)[0])
             for chunk, one in zip(words, scale_codes, strict=True)
         ]
-        block, row_of_block = divided(Int32(slot), cache.rows)
+        block, row_of_block = divided(entry.slot, cache.rows)
         data = cache.data + Int64(block) * cache.block
         values = data + Int64(row_of_block) * Int64(cache.row_values)
         scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
         if repeated == 0:
-            if owns(tokens.owner, token, slot):
+            if owns(tokens.owner, entry.token, Int64(entry.slot)):
                 for v in cutlass.range_constexpr(self.config.vectors):
                     channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
                     if channel < head_size:
@@ -357,31 +350,3 @@ class IndexerK(Compressor):
         else:
             for i in cutlass.range_constexpr(4):
                 dsl_store.st_global_b8(at + i, word >> (8 * i))
-
-    @cute.jit
-    def _is_repeated(self, mSlots: cute.Tensor, tokens: Tokens, token: Int32) -> Int32:
-        """In a short call: 1 where a later token completes a row for this token's slot; of warps
-        that share a window, where the warp finds it."""
-        found = Int32(0)
-        if tokens.owner == 0:
-            slot, last = mSlots[token], tokens.tokens - 1
-            lane, batch = cute.arch.lane_idx(), 32 * _BATCH
-            first = token + 1 + self.warp() * batch
-            step = self.config.warps * batch
-            slots = mSlots.iterator.toint()
-            for start in cutlass.range(first, tokens.tokens, step, unroll=1):
-                places = [dsl_store.min_s32(start + lane + 32 * k, last) for k in range(_BATCH)]
-                # Low halves first: slots that exist have nothing in the others.
-                halves = [dsl_store.ld_global_b32(slots + Int64(place) * 8) for place in places]
-                for k in cutlass.range_constexpr(_BATCH):
-                    if halves[k] == Int32(slot) and places[k] > token:
-                        if mSlots[places[k]] == slot:
-                            position = position_of(tokens, places[k])
-                            found = found | completes(tokens, slot, position)
-            found = dsl.warp_max_b32(found)
-        return found
-
-
-def _lowest(bits: Int32) -> Int32:
-    """The number of the lowest bit."""
-    return Int32(cute.arch.popc((bits & -bits) - 1))

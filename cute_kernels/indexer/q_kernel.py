@@ -149,7 +149,9 @@ class IndexerQ:
         sizes: Sizes,
         factors: Factors,
     ):
+        # In this order: what is launched now may read what the kernels before this one wrote.
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         sizes = self._with_constants(sizes)
         tid, _, _ = cute.arch.thread_idx()
         token, part, _ = cute.arch.block_idx()

@@ -46,7 +46,7 @@ def position_of(tokens: Tokens, token: Int32) -> Int64:
 
 
 def sequence_of(tokens: Tokens, token: Int32) -> Int32:
-    return dsl_store.ld_global_b32(tokens.sequences + Int64(token) * tokens.sequence)
+    return dsl_store.ld_volatile_b32(tokens.sequences + Int64(token) * tokens.sequence)
 
 
 class ClaimRows:

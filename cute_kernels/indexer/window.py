@@ -20,10 +20,12 @@ from cute_kernels.indexer.config import (
     JOIN_ROW_BYTES,
     JOINED_WARPS,
     LANE_CHANNELS,
+    SCAN_STAGES,
     WARP_CHANNELS,
     WINDOW_ROWS,
     IndexerKConfig,
 )
+from cute_kernels.indexer.rows import Entry
 from cute_kernels.store.kernel import Divisor, divided
 
 _NEG_INF_BITS = -(1 << 23)
@@ -55,11 +57,11 @@ class State(NamedTuple):
     last_column: Int32
 
 
-class Row(NamedTuple):
-    """What a token completes: the window up to its position in its sequence."""
+class Place(NamedTuple):
+    """Of a row of a window: what its entry of the block table says, and bytes into the block."""
 
-    position: Int64
-    sequence: Int32
+    block: Int32
+    offset: Int64
 
 
 class Softmax(NamedTuple):
@@ -84,13 +86,12 @@ class Compressor:
     def __init__(self, config: IndexerKConfig):
         self.config = config
 
-    def allocate(self) -> Int32:
-        """Address of `config.shared_floats` in shared memory."""
-        if self.config.shared_floats == 0:
-            return Int32(0)
+    def allocate(self):
+        """`config.shared_bytes` of shared memory: an address, and barriers behind all else."""
         allocator = cutlass.memory.SmemAllocator()
-        floats = allocator.allocate_array(Float32, self.config.shared_floats, byte_alignment=128)
-        return floats.toint()
+        words = self.config.join_floats + self.config.list_bytes // 4
+        shared = allocator.allocate_array(Int32, words, byte_alignment=128).toint()
+        return shared, allocator.allocate_array(Int64, SCAN_STAGES, byte_alignment=8)
 
     def warp(self) -> Int32:
         """The warp's number among those that share a window."""
@@ -99,17 +100,30 @@ class Compressor:
         tid, _, _ = cute.arch.thread_idx()
         return tid >> 5
 
+    def independent_warp(self) -> Int32:
+        """The warp's number among those with windows of their own."""
+        if self.config.warps > 1:
+            return Int32(0)
+        tid, _, _ = cute.arch.thread_idx()
+        return tid >> 5
+
     @cute.jit
-    def window(self, state: State, row: Row, meanwhile):
+    def window(self, state: State, row: Entry, early, late):
         """The softmax of the warp's rows of the window, in each channel of each lane, by vector;
-        and what `meanwhile()` returns, which is called once loads are in flight."""
+        and what `early()` returns.
+
+        It is called while entries of the block table are on their way, `late()` while states are.
+        """
         if const_expr(not self.config.loop):
             first = self.warp() * WINDOW_ROWS
-            words = self._state_words(state, self._addresses(state, row, first), 0)
-            result = meanwhile()
+            place = self._places(state, row, first)
+            result = early()
+            words = self._state_words(state, self._addresses(state, place), 0)
+            late()
             channels = [self._softmax(state, row, first, words, None)]
         else:
-            result = meanwhile()
+            result = early()
+            late()
             empty = (dsl.NEG_INF, 0.0, 0.0)
             channels = [
                 [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
@@ -118,30 +132,29 @@ class Compressor:
             batches = cute.ceil_div(state.window, WINDOW_ROWS)
             for batch in cutlass.range(self.warp(), batches, self.config.warps, unroll=1):
                 first = batch * WINDOW_ROWS
-                address = self._addresses(state, row, first)
+                address = self._addresses(state, self._places(state, row, first))
                 for v in cutlass.range_constexpr(self.config.vectors):
                     words = self._state_words(state, address, v)
                     channels[v] = self._softmax(state, row, first, words, channels[v])
         return channels, result
 
-    def compressed(self, shared: Int32, channels, flag: Int32):
-        """The compressed channels of each lane, by vector, and the largest flag of all warps; right
-        in the first of several warps."""
+    def compressed(self, shared: Int32, channels):
+        """The compressed channels of each lane, by vector; several warps all have them."""
         if self.config.warps > 1:
-            return self._joined(shared, channels, flag)
-        return [[one.value * dsl_store.rcp(one.total) for one in of] for of in channels], flag
+            return self._joined(shared, channels)
+        return [[one.value * dsl_store.rcp(one.total) for one in of] for of in channels]
 
-    def _exists(self, state: State, row: Row, index: Int32) -> Int32:
+    def _exists(self, state: State, row: Entry, index: Int32) -> Int32:
         """Ones where row `index` of the window is one, at a position from 0 on; else 0."""
-        count = dsl_store.min_s32(Int32(row.position), state.window - 1) + 1
+        count = dsl_store.min_s32(row.position, state.window - 1) + 1
         return dsl_store.ones_below(index - (state.window - count), count)
 
     @cute.jit
-    def _addresses(self, state: State, row: Row, first: Int32) -> Int64:
-        """In lane l: the address of row first + l of the window; of its last for l of 8 or more,
-        and where there is none."""
+    def _places(self, state: State, row: Entry, first: Int32) -> Place:
+        """In lane l: of row first + l of the window; of its last for l of 8 or more, and where
+        there is none."""
         index = first + cute.arch.lane_idx() % WINDOW_ROWS
-        near = Int32(row.position)
+        near = row.position
         if self._exists(state, row, index) != 0:
             near = near - (state.window - 1 - index)
         column, token = divided(near, state.block_tokens)
@@ -149,11 +162,14 @@ class Compressor:
         entry = state.table + Int64(sequence) * state.table_row
         column = dsl_store.min_s32(column, state.last_column)
         block = dsl_store.ld_global_b32(entry + Int64(column) * state.table_column)
-        block = dsl_store.clamp_s32(block, state.last_block)
-        address = state.state + Int64(block) * state.block + Int64(token) * state.token
+        late = Int64(0)
         if index >= state.late_rows:
-            address = address + state.late
-        return address
+            late = state.late
+        return Place(block, Int64(token) * state.token + late)
+
+    def _addresses(self, state: State, place: Place) -> Int64:
+        block = dsl_store.clamp_s32(place.block, state.last_block)
+        return state.state + Int64(block) * state.block + place.offset
 
     def _state_words(self, state: State, address: Int64, v: int):
         """Of the lane's channels of a vector, in the rows at `address`."""
@@ -162,7 +178,7 @@ class Compressor:
         channel = dsl_store.min_s32(channel, state.head_size - LANE_CHANNELS)
         return self._load(state, address, Int64(channel) * state.element)
 
-    def _softmax(self, state: State, row: Row, first: Int32, words, channels):
+    def _softmax(self, state: State, row: Entry, first: Int32, words, channels):
         """The channels of a vector after the rows whose words `_state_words` loaded."""
         entries, scores = [], []
         for r in range(WINDOW_ROWS):
@@ -204,7 +220,7 @@ class Compressor:
         for r in range(WINDOW_ROWS):
             row = dsl.shuffle_from_lane(unit, Int32(r))
             for base in bases:
-                words += dsl_store.ld_global_b32x4(dsl_store.add_16_times(base, row))
+                words += dsl_store.ld_global_once_b32x4(dsl_store.add_16_times(base, row))
         return words
 
     def _load_single(self, state: State, address: Int64, offset: Int64):
@@ -232,7 +248,7 @@ class Compressor:
         return Softmax(top, total, value)
 
     @cute.jit
-    def _joined(self, shared: Int32, channels, flag: Int32):
+    def _joined(self, shared: Int32, channels):
         """As `compressed`, of windows that warps share.
 
         All threads join: `_JOINED` warps' parts of a channel each, then with their neighbours.
@@ -240,15 +256,12 @@ class Compressor:
         tid, _, _ = cute.arch.thread_idx()
         vectors, rows = self.config.vectors, self.config.warps * self.config.vectors
         result = shared + 3 * rows * JOIN_ROW_BYTES
-        flags = shared + 4 * self.config.join_floats
         at = cute.arch.lane_idx() * (4 * LANE_CHANNELS)
         for v in cutlass.range_constexpr(vectors):
             for field in cutlass.range_constexpr(3):
                 row = shared + (field * rows + self.warp() * vectors + v) * JOIN_ROW_BYTES
                 dsl.st_shared_f32x4(row + at, *[one[field] for one in channels[v]])
-        dsl.st_shared_b32(flags + 4 * self.warp(), flag)
         cute.arch.sync_threads()
-        flag = dsl.ld_shared_b32(flags + 4 * (tid % self.config.warps))
         # Threads next to each other have one channel.
         neighbours = self.config.warps // JOINED_WARPS
         channel, part = tid // neighbours, tid % neighbours
@@ -257,8 +270,7 @@ class Compressor:
             value = self._ratio(first, rows, neighbours * vectors)
             dsl.st_shared_f32(result + (v * WARP_CHANNELS + channel) * 4, value)
         cute.arch.sync_threads()
-        own = [dsl.ld_shared_f32x4(result + v * (4 * WARP_CHANNELS) + at) for v in range(vectors)]
-        return own, dsl.warp_max_b32(flag)
+        return [dsl.ld_shared_f32x4(result + v * (4 * WARP_CHANNELS) + at) for v in range(vectors)]
 
     def _ratio(self, first: Int32, rows: int, step: int) -> Float32:
         """The compressed channel whose first part's maximum is at `first`; to all its threads."""

@@ -61,10 +61,9 @@ def launch_function(config: IndexerQConfig | IndexerKConfig, folder: Path) -> Ca
 
     def launch_k(slots: torch.Tensor, *groups: tuple) -> None:
         count, span = groups[0][:2]
-        ctas = math.ceil(math.ceil(count / span) / config.independent_warps)
         tensor = (slots.data_ptr(), slots.shape[0])
-        shared = 4 * config.shared_floats
-        kernel((ctas, 1, 1), tensor, retarget.flat(groups), config.threads, shared)
+        grid = (math.ceil(count / span), 1, 1)
+        kernel(grid, tensor, retarget.flat(groups), config.threads, config.shared_bytes)
 
     return launch_q if is_q else launch_k
 

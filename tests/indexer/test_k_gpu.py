@@ -65,12 +65,13 @@ def test_bytes_and_nothing_but_them(kernel, case):
 
 
 @pytest.mark.parametrize("ratio", (4, 128))
+@pytest.mark.parametrize("long", (False, True), ids=("scanned", "claimed"))
 @FORMATS
-def test_prefills(kernel, ratio, cache_format):
-    lengths = (20_003, 517, 1) if ratio == 4 else (38_400, 127, 900)
+def test_prefills(kernel, ratio, long, cache_format):
+    lengths = {4: (20_003, 517, 1), 128: (38_400, 127, 900)}[ratio] if long else (9000, 127, 900)
     case = KCase("long", cache_format, ratio, int(ratio == 4), lengths=lengths, block_size=64)
     call = KCall(case, seed=ratio)
-    assert len(call.arguments["slot_mapping"]) > SCANNED_TOKENS
+    assert (len(call.arguments["slot_mapping"]) > SCANNED_TOKENS) == long
     check(call, run(GpuCall(call)))
 
 
@@ -131,25 +132,43 @@ def test_slots(kernel, cache_format):
     check(call, run(GpuCall(call)))
 
 
-@FORMATS
-def test_repeated_slots_of_a_long_call(kernel, cache_format):
-    """One row of each slot is stored whole."""
-    case = replace(DEFAULT, cache_format=cache_format, lengths=(4 * SCANNED_TOKENS,))
-    call = KCall(replace(case, block_size=64))
+def rows_by_slot(call: KCall, modulus: int) -> tuple[np.ndarray, dict[int, list[bytes]]]:
+    """The memory after a call whose n-th complete token has slot n % modulus, and what rows with
+    slots of their own would be, by slot, the last one last."""
     own = run(GpuCall(call)).copy()
-    gpu = GpuCall(call)
-    complete = (call.arguments["positions"][:-1] + 1) % 4 == 0
+    complete = (call.arguments["positions"][:-1] + 1) % call.case.ratio == 0
     slots = call.arguments["slot_mapping"].clone()
-    slots[:-1][complete] = torch.arange(int(complete.sum())) % 100
-    memory = run(gpu, slot_mapping=slots.cuda())
-    by_slot: dict[int, set[bytes]] = {}
+    slots[:-1][complete] = torch.arange(int(complete.sum())) % modulus
+    by_slot: dict[int, list[bytes]] = {}
     for i, (slot, _, _) in enumerate(call.rows):
         row = b"".join(own[at].tobytes() for at in call.ranges(slot))
-        by_slot.setdefault(i % 100, set()).add(row)
+        by_slot.setdefault(i % modulus, []).append(row)
+    return run(GpuCall(call), slot_mapping=slots.cuda()), by_slot
+
+
+@FORMATS
+def test_repeated_slots_of_a_claimed_call(kernel, cache_format):
+    """One row of each slot is stored whole."""
+    case = replace(DEFAULT, cache_format=cache_format, lengths=(SCANNED_TOKENS + 4000,))
+    call = KCall(replace(case, block_size=64))
+    memory, by_slot = rows_by_slot(call, 100)
     for slot, rows in by_slot.items():
         assert b"".join(memory[at].tobytes() for at in call.ranges(slot)) in rows, slot
     for slot in range(100, 128):
         assert all((memory[at] == SENTINEL).all() for at in call.ranges(slot))
+
+
+@pytest.mark.parametrize("ratio, length", ((1, 700), (4, 900), (4, 9000), (128, 12_800)))
+@FORMATS
+def test_repeated_slots_of_a_scanned_call(kernel, cache_format, ratio, length):
+    """The last row of each slot is stored whole. Tokens that complete nothing have slots too."""
+    case = KCase("case", cache_format, ratio, int(ratio == 4), lengths=(length,), block_size=64)
+    call = KCall(case)
+    modulus = max(9, length // ratio // 3)
+    memory, by_slot = rows_by_slot(call, modulus)
+    assert len(by_slot) == modulus and len(call.rows) >= 2 * modulus
+    for slot, rows in by_slot.items():
+        assert b"".join(memory[at].tobytes() for at in call.ranges(slot)) == rows[-1], slot
 
 
 @pytest.mark.parametrize("ratio", (4, 128))
@@ -222,7 +241,7 @@ def test_degenerate_windows(kernel, cache_format, what):
         check(call, run(GpuCall(call)), allowed=0)
 
 
-@pytest.mark.parametrize("lengths", ((12, 60), (3000,)), ids=("short", "long"))
+@pytest.mark.parametrize("lengths", ((12, 60), (17_000,)), ids=("short", "long"))
 @pytest.mark.parametrize("ratio", (4, 128))
 def test_graph_replay_reads_what_changed(kernel, ratio, lengths):
     case = replace(DEFAULT, ratio=ratio, overlap=int(ratio == 4), lengths=(260, *lengths))

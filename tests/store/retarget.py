@@ -77,6 +77,8 @@ def compiled_ptx(compiler: Callable, config: object, folder: Path) -> str:
 
 
 _C_TYPES = {"u64": ctypes.c_int64, "u32": ctypes.c_int32, "f32": ctypes.c_float}
+# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, and what needs none.
+_MAX_SHARED, _SHARED_BYTES = 8, 48 * 1024
 _CHECKED = "CUDA driver call failed with error"
 
 
@@ -123,6 +125,8 @@ class DriverKernel:
         pointers = [ctypes.addressof(x) for x in (tensor, *values)]
         parameters = (ctypes.c_void_p * len(pointers))(*pointers)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if shared_bytes > _SHARED_BYTES:
+            self._check(self.cuda.cuFuncSetAttribute(self.function, _MAX_SHARED, shared_bytes))
         self._check(
             self.cuda.cuLaunchKernel(
                 self.function, *grid, threads, 1, 1, shared_bytes, stream, parameters, None

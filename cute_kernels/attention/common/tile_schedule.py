@@ -320,15 +320,18 @@ def stretch_of_cta(
     """Where CTA ``cta`` of ``max_ctas`` starts and how many tiles it takes."""
     lane = cute.arch.lane_idx()
     total = Int32(0)
-    items = Int32(0)
+    all_items = Int32(0)
     most_work = Int32(0)
     least_work = Int32(0x7FFFFFFF)
     most_tiles = Int32(0)
     least_tiles = Int32(0x7FFFFFFF)
+    # Of a batch of up to 32 both walks over it look once: the start of a launch is bound by them.
+    work, tiles, items = _work(lengths, shape, lane, rows)
     for base in cutlass.range(0, shape.batch, 32, unroll=1):
-        work, tiles, own_items = _work(lengths, shape, base + lane, rows)
+        if base > 0:
+            work, tiles, items = _work(lengths, shape, base + lane, rows)
         total = total + work
-        items = items + own_items
+        all_items = all_items + items
         if work > 0:
             most_work = cutlass.max(most_work, work)
             least_work = cutlass.min(least_work, work)
@@ -345,7 +348,7 @@ def stretch_of_cta(
     gap = Int32(0)
     if uniform == 0:
         gap = shape.gap
-        total = total + gap * dsl.warp_sum_b32(items)
+        total = total + gap * dsl.warp_sum_b32(all_items)
 
     begin = start_of_cta(cta, total, ctas)
     quotient = dsl.quotient(total, ctas)
@@ -371,7 +374,8 @@ def stretch_of_cta(
     base = Int32(0)
     searching = count
     while (base < shape.batch) & (searching > 0):
-        work, tiles, items = _work(lengths, shape, base + lane, rows)
+        if shape.batch > 32:
+            work, tiles, items = _work(lengths, shape, base + lane, rows)
         work = work + gap * items
         end = line + inclusive_scan(work, lane)
         owner = dsl.count_le(end, begin)
