@@ -204,8 +204,9 @@ class Rows:
                 first, _, second, _ = dsl.ld_shared_b32x4(ring + 2 * SLOT_BYTES * pair)
                 some = some | self._mark(memory, first) | self._mark(memory, second)
             if cute.arch.vote_any_sync(some != 0):
+                # The same tokens: a warp knows of its own marks only.
                 for k in cutlass.range(SCAN_TOKENS // threads, unroll=1):
-                    i = tid + k * threads
+                    i = 2 * (tid + (k >> 1) * threads) + (k & 1)
                     live = Int32(i < 2 * pairs)
                     low = dsl.ld_shared_b32(ring + SLOT_BYTES * i)
                     token = later.begin + n * SCAN_TOKENS + i
