@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -119,15 +119,7 @@ def check_tokenizer(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         )
 
 
-def load(
-    gguf: Path, device: torch.device, attn_implementation: str
-) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
-    """Tokenizer and model, in float32: attention alone then rounds (queries and output to bf16,
-    K and V to the cache), so that a difference between two runs is a difference of attention.
-
-    Raises:
-        ClickException: a package is missing, or the file's tokenizer came out wrong.
-    """
+def _where(gguf: Path) -> dict[str, Any]:
     for name in ("gguf", "accelerate"):
         if importlib.util.find_spec(name) is None:
             raise ClickException(
@@ -135,11 +127,39 @@ def load(
             )
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
-    where = {"gguf_file": gguf.name, "local_files_only": True}
+    return {
+        "pretrained_model_name_or_path": gguf.parent,
+        "gguf_file": gguf.name,
+        "local_files_only": True,
+    }
+
+
+def load_tokenizer(gguf: Path) -> transformers.PreTrainedTokenizerBase:
+    """Raises ClickException where a package is missing, or the file's tokenizer came out wrong."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**_where(gguf))
+    check_tokenizer(tokenizer)
+    return tokenizer
+
+
+def load_model(
+    gguf: Path, device: torch.device, attn_implementation: str
+) -> transformers.PreTrainedModel:
+    """In float32: attention alone then rounds (queries and output to bf16, K and V to the cache),
+    so that a difference between two runs is a difference of attention.
+
+    Raises:
+        ClickException: a package is missing.
+    """
     with _parsing_once():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **where)
-        check_tokenizer(tokenizer)
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, dtype=torch.float32, attn_implementation=attn_implementation, **where
+            dtype=torch.float32, attn_implementation=attn_implementation, **_where(gguf)
         )
-    return tokenizer, model.to(device).eval()
+    return model.to(device).eval()
+
+
+def load(
+    gguf: Path, device: torch.device, attn_implementation: str
+) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
+    """`load_tokenizer` and `load_model` from one parse of the file."""
+    with _parsing_once():
+        return load_tokenizer(gguf), load_model(gguf, device, attn_implementation)

@@ -18,7 +18,10 @@ and how often a text's nearest other text is the same.
 
 Errors are standard errors over blocks of consecutive tokens (`perf.paired`), over prompts, or over
 texts. The text comes from the running Python, whose docstrings change with its version: give both
-runs one `--text` to compare them. `ids_sha256` says whether they read the same.
+runs one `--text` (`--write-text` makes it), or the ids of it (`--write-ids`, `--ids`; of decoders),
+to compare them. `ids_sha256` says whether they read the same.
+
+A file that is there keeps its rows of other models: a model at a time is a run, too.
 """
 
 from __future__ import annotations
@@ -38,10 +41,11 @@ from rich.console import Console
 from rich.table import Table
 
 from demo import evaluate, texts
-from demo.models import MODELS, find_gguf, load
+from demo.models import MODELS, find_gguf, load, load_model
 from kvcache.integrations.transformers import register
-from perf import accuracy_decoders, accuracy_embeddings
-from perf.accuracy_sections import COLUMNS, accuracy_lines
+from perf import accuracy_decoders, accuracy_embeddings, accuracy_ids
+from perf.accuracy_ids import Ids
+from perf.accuracy_sections import COLUMNS, accuracy_lines, read_accuracy
 from perf.rows import describe_machine
 
 DTYPES = ("fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
@@ -102,21 +106,24 @@ def decoder_text(
 def measure_decoder(
     name: str,
     model_dir: Path | None,
-    text: str,
+    source: str | Ids,
     dtypes: Sequence[str],
     size: Size,
     rotate_keys: bool | None,
     per_head: bool,
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    """Rows of one of the demo's models."""
+    """Rows of one of the demo's models; it reads a text, or ids that were made of one."""
     register("cute_kv")
-    tokenizer, model = load(find_gguf(name, model_dir), device, "cute_kv")
-    ids, calibration = (
-        texts.encode(tokenizer, each).to(device) for each in (text, texts.CALIBRATION_TEXT)
-    )
+    gguf = find_gguf(name, model_dir)
+    if isinstance(source, str):
+        tokenizer, model = load(gguf, device, "cute_kv")
+        source = accuracy_ids.ids_of(tokenizer, source)
+    else:
+        model = load_model(gguf, device, "cute_kv")
+    ids, calibration = source.tensors(device)
     rotate = MODELS[name].rotate_keys if rotate_keys is None else rotate_keys
-    first = tokenizer.bos_token_id if ids[0, 0] == tokenizer.bos_token_id else None
+    first = source.bos if source.text[0] == source.bos else None
     read = decoder_text(ids, calibration, size, first)
     chunk = CHUNK[device.type]
     rows = accuracy_decoders.measure(model, read, dtypes, rotate, chunk, per_head=per_head)
@@ -154,6 +161,7 @@ def machine_of(device: torch.device, commit: str | None) -> dict[str, Any]:
     found = describe_machine(command, commit)
     versions = {**found.versions, "transformers": transformers.__version__}
     row = {"versions": versions, "commit": found.commit, "command": command, "date": found.date}
+    row["sources"] = found.sources
     if device.type == "cuda":
         return {"device": found.gpu, "driver": found.driver, "clocks": found.clocks} | row
     return {"device": f"CPU, {torch.get_num_threads()} threads"} | row
@@ -166,6 +174,16 @@ def attention_of(name: str, device: torch.device, notes: set[str]) -> str:
     if device.type == "cuda" and not notes:
         return "kernels"
     return "; ".join(["torch reference", *sorted(notes)])
+
+
+def default_text() -> str:
+    return f"{texts.docstring_text()}\n\n{texts.member_docstrings()}"
+
+
+def write_text(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    if path is not None:
+        path.write_text(default_text(), encoding="utf-8")
+        context.exit()
 
 
 def print_report(rows: list[dict[str, Any]]) -> None:
@@ -191,6 +209,26 @@ def print_report(rows: list[dict[str, Any]]) -> None:
 @click.option("--rotate-keys/--no-rotate-keys", default=None, help="Default: as in the demo.")
 @click.option("--per-head", is_flag=True, help="A scale per KV head, not per layer (decoders).")
 @click.option("--text", "text_path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--write-text",
+    type=click.Path(dir_okay=False, path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=write_text,
+    help="Write what is read without --text, and stop.",
+)
+@click.option(
+    "--write-ids",
+    "ids_to_write",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the ids of what is read, and stop.",
+)
+@click.option(
+    "--ids",
+    "ids_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Read these, by no tokenizer.",
+)
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--commit", help="What to record where there is no git repository.")
 def main(
@@ -201,6 +239,8 @@ def main(
     rotate_keys: bool | None,
     per_head: bool,
     text_path: Path | None,
+    ids_to_write: Path | None,
+    ids_path: Path | None,
     output: Path | None,
     commit: str | None,
     **sizes: int,
@@ -208,23 +248,29 @@ def main(
     if device_name == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("--device cuda: torch sees no GPU")
     device, size = torch.device(device_name), Size(**sizes)
-    text = f"{texts.docstring_text()}\n\n{texts.member_docstrings()}"
-    if text_path is not None:
-        text = text_path.read_text(encoding="utf-8")
+    text = default_text() if text_path is None else text_path.read_text(encoding="utf-8")
+    if ids_to_write is not None:
+        accuracy_ids.write(ids_to_write, names, model_dir, text)
+        return
     machine, rows = machine_of(device, commit), []
+    others = read_accuracy(output) if output is not None and output.exists() else []
+    others = [row for row in others if row["model"] not in names]
     for name in names:
         notes: set[str] = set()
         with evaluate.noting_fallbacks(notes):
             if name == accuracy_embeddings.NAME:
                 found = measure_encoder(model_dir, text, dtypes, size, device)
             else:
+                source = text if ids_path is None else accuracy_ids.read(ids_path, name)
                 found = measure_decoder(
-                    name, model_dir, text, dtypes, size, rotate_keys, per_head, device
+                    name, model_dir, source, dtypes, size, rotate_keys, per_head, device
                 )
         attention = attention_of(name, device, notes)
         rows += [{"model": name, "attention": attention} | machine | row for row in found]
         if output is not None:
-            output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            kept = sorted([*others, *rows], key=lambda row: NAMES.index(row["model"]))
+            text_of_rows = json.dumps(kept, indent=1, allow_nan=False)
+            output.write_text(text_of_rows + "\n", encoding="utf-8")
     print_report(rows)
 
 

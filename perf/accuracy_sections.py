@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from perf.rows import is_number, read_json
 from perf.sections import BASELINE, ResultFile, markdown
 
 Row = Mapping[str, Any]
@@ -26,6 +28,34 @@ COLUMNS = (
 )
 # Two runs on one text are told apart by more than this many of their common standard errors.
 AGREE_WITHIN = 2.0
+
+
+def read_accuracy(path: Path) -> list[dict[str, Any]]:
+    """Rows of a result file.
+
+    Raises:
+        ValueError: no JSON, NaN in it, two rows for the same, a change without the ids that were
+            read, an estimate that is none.
+    """
+    rows, seen = read_json(path), set()
+    for row in rows:
+        names = ("model", "kv_cache_dtype", "tokens", "ids_sha256", "device", "commit", "date")
+        missing = [name for name in names if not row.get(name)]
+        if missing:
+            raise ValueError(f"accuracy row: missing {', '.join(missing)}")
+        where = f"accuracy row {row['model']}, {row['kv_cache_dtype']}"
+        key = tuple(
+            row.get(name) for name in ("model", "kv_cache_dtype", "rotate_keys", "per_head")
+        )
+        if key in seen:
+            raise ValueError(f"{where}: two rows")
+        seen.add(key)
+        for name, value in row.items():
+            if isinstance(value, dict) and "standard_error" in value:
+                error = value["standard_error"]
+                if not is_number(value["value"]) or not (error is None or is_number(error)):
+                    raise ValueError(f"{where}: {name} is {value}, no estimate")
+    return rows
 
 
 def figure(estimate: Row | None, scale: float = 1.0, sign: str = "") -> str:

@@ -20,10 +20,11 @@ import click
 from tqdm import tqdm
 
 from perf.baselines.loader import loader_calls
-from perf.cases import ALL_CASES, QUICK_CASES, DecodeCase, select_cases
-from perf.command import Keep, begin, finish, keeper
-from perf.inputs import ROTATED_BYTES, InputSet, KVPool, make_input_sets
-from perf.providers import Provider, select_providers
+from perf.cases import GROUPS, QUICK_CASES, DecodeCase
+from perf.command import Keep, begin, choose, finish, keeper
+from perf.inputs import ROTATED_BYTES, WIDE_DTYPES, InputSet, KVPool, make_input_sets
+from perf.peers import Refusal
+from perf.providers import NOT_INSTALLED, Provider, select_providers
 from perf.report import print_report
 from perf.rows import (
     OK,
@@ -47,6 +48,13 @@ from perf.verify import verify
 FALLBACK = "the slow torch reference: "  # what our function warns with
 # The check draws other queries, scales and page orders than the timed calls.
 CHECK_SEED_OFFSET = 1_000_003
+MAX_REASON = 300
+
+
+def in_short(error: Exception) -> str:
+    """Type and first line, and the last one, where compilers say what was wrong."""
+    first, *rest = f"{type(error).__name__}: {error}".strip().splitlines()
+    return f"{first} ... {rest[-1].strip()}"[:MAX_REASON] if rest else first[:MAX_REASON]
 
 
 def check(case: DecodeCase, providers: list[Provider], pool: KVPool) -> dict[str, Measurement]:
@@ -66,9 +74,14 @@ def check(case: DecodeCase, providers: list[Provider], pool: KVPool) -> dict[str
         except UserWarning as fallback:
             results[provider.name] = Measurement(f"no kernel: {str(fallback).split(FALLBACK)[1]}")
             continue
+        except ImportError as error:  # a part of it is not there
+            results[provider.name] = Measurement(f"{NOT_INSTALLED}: {error}".splitlines()[0])
+            continue
+        except Refusal as error:
+            results[provider.name] = Measurement(f"refuses: {error}")
+            continue
         except Exception as error:  # whatever a provider throws, the others still get their turn
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
-            results[provider.name] = Measurement(f"failed: {text}")
+            results[provider.name] = Measurement(f"failed: {in_short(error)}")
             continue
         status = OK if verdict.problem is None else f"wrong: {verdict.problem}"
         results[provider.name] = Measurement(status, verdict.relative_error)
@@ -92,13 +105,14 @@ def measure(
     contenders = [Contender(p.name, tuple(p.bind(inputs) for inputs in sets)) for p in right]
     if contenders:
         load = loader_calls(sets)
-        rotating = time_rotating(contenders + ([Contender("loader", load)] if load else []), rounds)
+        alone = [] if isinstance(load, str) else [Contender("loader", load)]
+        rotating = time_rotating(contenders + alone, rounds)
         single = time_single(contenders, rounds)
         host = time_host(contenders)
         for i, contender in enumerate(contenders):
             error = results[contender.name].rel_error
             results[contender.name] = Measurement(
-                OK, error, rotating[i], single[i], host[i], loader=rotating[-1] if load else None
+                OK, error, rotating[i], single[i], host[i], loader=rotating[-1] if alone else load
             )
     return results, method
 
@@ -163,6 +177,9 @@ def run(
 
 @click.command(help="Time decode attention over a paged KV cache: ours, Triton, peers.")
 @click.option("--all", "all_cases", is_flag=True, help="every case (the default)")
+@click.option(
+    "--group", "groups", multiple=True, type=click.Choice(list(GROUPS)), help="cases of these only"
+)
 @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
 @click.option("--providers", multiple=True, metavar="NAME", help="only these; may be repeated")
 @click.option("--one-scale", is_flag=True, help="one scale for K and V, which some peers need")
@@ -174,6 +191,7 @@ def run(
 @click.option("--list", "list_only", is_flag=True, help="print the cases and stop")
 def main(
     all_cases: bool,
+    groups: tuple[str, ...],
     cases: tuple[str, ...],
     providers: tuple[str, ...],
     one_scale: bool,
@@ -184,16 +202,20 @@ def main(
     commit: str | None,
     list_only: bool,
 ) -> None:
-    if sum((all_cases, bool(cases), quick)) > 1:
-        raise click.UsageError("--all, --cases and --quick exclude each other")
+    if sum((all_cases, bool(cases or groups), quick)) > 1:
+        raise click.UsageError("--all, --cases (or --group) and --quick exclude each other")
+    offered = [case for group in groups or GROUPS for case in GROUPS[group]]
+    chosen = list(QUICK_CASES) if quick else choose(offered, cases)
     try:
-        chosen = list(QUICK_CASES) if quick else select_cases(cases)
         contenders = select_providers(providers)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    chosen = [replace(case, one_scale=one_scale) for case in chosen]
+    # A cache in the queries' dtype has no scales.
+    chosen = [
+        replace(c, one_scale=one_scale and c.kv_cache_dtype not in WIDE_DTYPES) for c in chosen
+    ]
     if list_only:
-        for case in ALL_CASES:
+        for case in chosen:
             click.echo(case.name)
         return
     machine = begin("perf.bench_decode", commit)

@@ -19,7 +19,7 @@ import torch
 
 from perf.providers import NOT_INSTALLED
 from perf.rows import OK, Measurement
-from perf.writers import OURS, Benchmark, command, select
+from perf.writers import OURS, Benchmark, command
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192, 16384, 65536)
 FORMATS = ("mxfp4", "fp8_e4m3")
@@ -96,15 +96,12 @@ class IndexerCase:
         }
 
 
-def select_cases(patterns: tuple[str, ...]) -> list[IndexerCase]:
-    """As `perf.writers.select`."""
-    cases = [
-        IndexerCase(tokens, dtype, ratio)
-        for ratio in (0, *RATIOS)
-        for dtype in FORMATS
-        for tokens in TOKENS
-    ]
-    return select(cases, patterns)
+CASES = tuple(
+    IndexerCase(tokens, dtype, ratio)
+    for ratio in (0, *RATIOS)
+    for dtype in FORMATS
+    for tokens in TOKENS
+)
 
 
 def make_arguments(case: IndexerCase, generator: torch.Generator) -> dict[str, Any]:
@@ -229,7 +226,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 main = command(
     "perf.bench_indexer",
     "Time the DeepSeek-V4 indexer's fused steps.",
-    select_cases,
+    CASES,
     Benchmark(make_arguments, bind, check),
 )
 

@@ -52,6 +52,7 @@ def case_for(config: DecodeConfig) -> DecodeCase:
         q_len=config.rows // 8,
         page_size=config.box_tokens,
         q_dtype=Q_DTYPES[config.q_dtype],
+        kv_cache_dtype=config.kv_format,
     )
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from perf.bench_decode import check, collect
 from perf.cases import DecodeCase
-from perf.command import Keep, begin, finish, keeper
+from perf.command import Keep, begin, choose, finish, keeper
 from perf.inputs import InputSet, KVPool, make_input_sets
 from perf.providers import PROVIDERS, Provider
 from perf.rows import (
@@ -155,18 +155,11 @@ def main(
     commit: str | None,
     list_only: bool,
 ) -> None:
+    chosen = choose(ALL_CASES, cases)
     if list_only:
-        for case in ALL_CASES:
+        for case in chosen:
             click.echo(case.name)
         return
-    wanted = [text.lower() for text in cases]
-    chosen = [
-        case
-        for case in ALL_CASES
-        if not wanted or any(text in case.name.lower() for text in wanted)
-    ]
-    if not chosen:
-        raise click.UsageError(f"no case matches; known: {', '.join(c.name for c in ALL_CASES)}")
     machine = begin("perf.bench_prefill", commit)
     contenders = [each for each in CONTENDERS if each.name in providers]
     finish(run(chosen, contenders, machine, rounds, keeper(json_path)), json_path, print_table)

@@ -56,7 +56,7 @@ from perf.serving_inputs import (
 )
 from perf.serving_sections import SERVING_COLUMNS, serving_lines
 from perf.targets import OURS
-from perf.timing import Contender, Timing, median_us, time_rotating
+from perf.timing import Call, Contender, Timing, kernels_of, median_us, time_rotating
 from perf.trace import Layers, Step, TraceSpec, Work
 from perf.traffic import ceiling_buffer, device_ceilings
 
@@ -156,21 +156,37 @@ def check(layer: Layers, dtype: str, device: str, part: str) -> Measurement:
         return Measurement(f"failed: {type(error).__name__}: {error}".splitlines()[0])
 
 
+def inputs_of(layer: Layers, dtype: str, step: tuple[Work, ...], sets: int) -> list[StepInputs]:
+    """A step over so many sets of pages, in one pool."""
+    own = pages_of(step)
+    generator = torch.Generator("cuda").manual_seed(0)
+    pool = make_pool(layer, dtype, sets * own, generator)
+    order = torch.randperm(sets * own, generator=generator, device="cuda")
+    return [make_step(layer, step, pool, pages) for pages in order.split(own)]
+
+
+def call_of(part: str, inputs: StepInputs, dtype: str) -> Call:
+    return attention_call(inputs) if part == "attention" else store_call(inputs, dtype)
+
+
 def time_layer(
     layer: Layers, dtype: str, step: tuple[Work, ...], rounds: int, parts: Sequence[str]
 ) -> dict[str, Timing]:
     """One layer of a kind in one step, by part."""
-    sets, own = set_count(layer, step), pages_of(step)
-    generator = torch.Generator("cuda").manual_seed(0)
-    pool = make_pool(layer, dtype, sets * own, generator)
-    order = torch.randperm(sets * own, generator=generator, device="cuda")
-    inputs = [make_step(layer, step, pool, pages) for pages in order.split(own)]
-    calls = {
-        "attention": lambda one: attention_call(one),
-        "store": lambda one: store_call(one, dtype),
-    }
-    contenders = [Contender(part, tuple(calls[part](one) for one in inputs)) for part in parts]
+    inputs = inputs_of(layer, dtype, step, set_count(layer, step))
+    contenders = [
+        Contender(part, tuple(call_of(part, one, dtype) for one in inputs)) for part in parts
+    ]
     return dict(zip(parts, time_rotating(contenders, rounds), strict=True))
+
+
+def kernels_in(layers: list[Layers], dtype: str, step: Step, part: str) -> list[str]:
+    """Names of what a part of a step launches, the longest running of each kind of layer first."""
+    found: dict[str, None] = {}
+    for layer in layers:
+        (inputs,) = inputs_of(layer, dtype, step.work, 1)
+        found |= dict.fromkeys(kernels_of(call_of(part, inputs, dtype)) or ())
+    return list(found)
 
 
 def calls_of(layer: Layers, part: str) -> int:
@@ -261,6 +277,7 @@ def run(
     `keep` gets those so far after each cell.
     """
     steps, rows = trace.simulate(options.spec), []
+    timed: list[tuple[dict[str, Any], list[Layers], Step, str]] = []
     ceilings = device_ceilings(ceiling_buffer(), median_us)
     for model, tp_size, dtype in tqdm(cells, file=sys.stderr, disable=None):
         config = json.loads((CONFIGS / f"{model}.json").read_text(encoding="utf-8"))
@@ -285,10 +302,14 @@ def run(
                 workload = make_workload(case, machine, method)
                 size = moved // len(sampled)
                 ceiling = ceilings["read_tb_per_s"]
-                rows.append(
-                    make_row(OURS, case, result, workload, machine, ceiling, size, ceilings)
-                )
+                row = make_row(OURS, case, result, workload, machine, ceiling, size, ceilings)
+                rows.append(row)
+                if result.status == OK:
+                    timed.append((row, layers, sampled[0], part))
         keep(rows)
+    # At the end: a profiler that was used may stay in the way of later launches.
+    for row, layers, step, part in timed:
+        row["kernels"] = kernels_in(layers, row["kv_cache_dtype"], step, part) or None
     return rows
 
 

@@ -18,7 +18,7 @@ import torch
 
 from perf.providers import NOT_INSTALLED
 from perf.rows import OK, Measurement
-from perf.writers import OURS, Benchmark, command, select
+from perf.writers import OURS, Benchmark, command
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384, 65536)
 DTYPES = ("fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
@@ -72,15 +72,10 @@ class StoreCase:
         }
 
 
-def select_cases(patterns: tuple[str, ...]) -> list[StoreCase]:
-    """Cases whose name contains one of the patterns; all of them without any.
-
-    Raises:
-        ValueError: a pattern that no case matches.
-    """
-    cases = [StoreCase(tokens, dtype) for tokens in TOKENS for dtype in DTYPES]
-    cases += [StoreCase(16384, dtype, 4, 512) for dtype in DTYPES]
-    return select(cases, patterns)
+CASES = (
+    *(StoreCase(tokens, dtype) for tokens in TOKENS for dtype in DTYPES),
+    *(StoreCase(16384, dtype, 4, 512) for dtype in DTYPES),
+)
 
 
 def make_arguments(case: StoreCase, generator: torch.Generator) -> tuple:
@@ -151,7 +146,7 @@ def check(provider: str, case: StoreCase) -> Measurement:
 main = command(
     "perf.bench_store",
     "Time stores of new keys and values into an fp8 or nvfp4 cache.",
-    select_cases,
+    CASES,
     Benchmark(make_arguments, bind, check),
 )
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 # What `DecodeCase.lengths` may be.
 UNIFORM, LOG_NORMAL, ONE_LONG = "uniform", "log-normal", "one 128k"
@@ -162,26 +163,41 @@ VERIFY_CASES = (
     DecodeCase(32, 8192, 64, 8, 64, q_len=4),
     DecodeCase(32, 8192, 64, 8, 64, q_len=8),
 )
-ALL_CASES = DECODE_CASES + NVFP4_CASES + BF16_CASES + BALANCE_CASES + VERIFY_CASES
+GROUPS = {
+    "fp8": DECODE_CASES,
+    "nvfp4": NVFP4_CASES,
+    "bf16": BF16_CASES,
+    "ragged": BALANCE_CASES,
+    "verify": VERIFY_CASES,
+}
+ALL_CASES = tuple(case for cases in GROUPS.values() for case in cases)
 # One case of each head size, short ones: a smoke test, not a result.
 QUICK_CASES = tuple(
     cases[i] for cases in (DECODE_CASES, NVFP4_CASES, BF16_CASES) for i in (1, 8, 10, 11)
 )
 
 
-def select_cases(patterns: tuple[str, ...]) -> list[DecodeCase]:
-    """Cases whose name contains one of the patterns (ignoring case), or is one of them; all of them
-    without any.
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+AnyCase = TypeVar("AnyCase", bound=Named)
+
+
+def select(cases: Sequence[AnyCase], patterns: Sequence[str]) -> list[AnyCase]:
+    """Cases that a pattern names, or, where it names none, whose name contains it (ignoring case);
+    in the order of `cases`, each once. All of them without patterns.
 
     Raises:
         ValueError: a pattern that no case matches.
     """
-    chosen = []
+    chosen = set()
     for pattern in patterns:
-        found = [case for case in ALL_CASES if pattern == case.name]
-        found = found or [case for case in ALL_CASES if pattern.lower() in case.name.lower()]
+        found = [case.name for case in cases if pattern == case.name]
+        found = found or [case.name for case in cases if pattern.lower() in case.name.lower()]
         if not found:
-            known = ", ".join(case.name for case in ALL_CASES)
+            known = ", ".join(case.name for case in cases)
             raise ValueError(f"no case matches {pattern!r}; known: {known}")
-        chosen += [case for case in found if case not in chosen]
-    return chosen or list(ALL_CASES)
+        chosen.update(found)
+    return [case for case in cases if not patterns or case.name in chosen]

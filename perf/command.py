@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 import torch
 
+from perf.cases import AnyCase, select
 from perf.rows import Machine, describe_machine, write_rows
 
 
@@ -22,6 +23,18 @@ def begin(module: str, commit: str | None) -> Machine:
     if not torch.cuda.is_available():
         raise click.ClickException("the benchmark needs a CUDA device")
     return describe_machine(shlex.join(["python", "-m", module, *sys.argv[1:]]), commit)
+
+
+def choose(cases: Sequence[AnyCase], patterns: Sequence[str]) -> list[AnyCase]:
+    """As `perf.cases.select`, for a command line.
+
+    Raises:
+        UsageError: a pattern that no case matches.
+    """
+    try:
+        return select(cases, patterns)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 Keep = Callable[[list[dict[str, Any]]], None]

@@ -9,9 +9,15 @@
     python -m perf.compare results.json --json ratios.json --png ratios.png
 
 Two rows are put side by side only if their workloads agree in every field: shapes, dtypes,
-lengths, seeds, page size, scales, masks, timing method, library versions, driver, card. A refusal
-names the fields and makes the exit status 1, as does a time outside `--within`. What tells two
-machines apart may be allowed to differ; it is then printed with the result. Nothing else may.
+lengths, seeds, page size, scales, masks, timing method, library versions, driver, card; and the
+card's clocks, where both rows say them. A refusal names the fields and makes the exit status 1.
+What tells two machines apart, and the number of rounds, may be allowed to differ (`--allow`); it is
+then printed with the result. Nothing else may. Rows of one file are compared if one process made
+them; of two files, if they are not one run.
+
+With `--within` the exit status is also 1 where a time is further off, where a case that had a time
+has none now, and where no two times were found. What the two devices reached (`ceilings`) is
+compared too: times of a device that was slowed down say nothing about the code.
 """
 
 from __future__ import annotations
@@ -28,17 +34,22 @@ from rich.console import Console
 from rich.table import Table
 
 from perf.report import plot_speedups
-from perf.rows import OK, check_row, read_rows
+from perf.rows import DIRTY, OK, UNKNOWN, check_row, read_rows
 
 Row = Mapping[str, Any]
 Differences = dict[str, tuple[Any, Any]]
 _ABSENT = "(absent)"
-# What of a workload describes the machine, not the work.
-MACHINE = ("gpu", "driver", "versions")
+# What does not describe the work, but the machine it was measured on, and how often.
+MACHINE = ("gpu", "driver", "versions", "clocks", "rounds")
+# What rows of one process have in common.
+RUN = ("date", "commit", "command", "sources")
+# Ceilings of one card differ by up to 2 % from day to day.
+CEILINGS_APART = 0.03
 
 
 class NotComparable(ValueError):
-    """Two rows whose workloads differ; the message names every differing field."""
+    """Two rows whose workloads differ, or that are not of one run, or one row; the message names
+    every differing field."""
 
 
 class WithoutTime(ValueError):
@@ -49,12 +60,14 @@ class WithoutTime(ValueError):
 class Comparison:
     """speedup: how many times faster `new` is than `old`.
 
-    machines: fields of the two machines that differ, each with both values.
+    machines: fields of the two machines that differ, each with both values. state: what the two
+    devices reached, where that is so far apart that it says more than the times.
     """
 
     old: Row
     new: Row
     machines: Differences = field(default_factory=dict)
+    state: Differences = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
@@ -71,9 +84,9 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def differing_fields(old: Row, new: Row) -> Differences:
-    """Fields of the workloads that differ, each with both values."""
-    a, b = flatten(old["workload"]), flatten(new["workload"])
+def differing(old: Row, new: Row) -> Differences:
+    """Fields of two mappings that differ, each with both values."""
+    a, b = flatten(old), flatten(new)
     return {
         name: (a.get(name, _ABSENT), b.get(name, _ABSENT))
         for name in sorted({*a, *b})
@@ -81,19 +94,38 @@ def differing_fields(old: Row, new: Row) -> Differences:
     }
 
 
+def differing_fields(old: Row, new: Row) -> Differences:
+    """Fields of the workloads that differ, and clocks; each with both values."""
+    return differing(
+        *({**row["workload"], "clocks": row.get("clocks", UNKNOWN)} for row in (old, new))
+    )
+
+
+def apart_in_state(old: Row, new: Row) -> Differences:
+    """Ceilings of two runs that differ by more than CEILINGS_APART."""
+    one, other = (row.get("ceilings") or {} for row in (old, new))
+    return {
+        name: (one[name], other[name])
+        for name in one
+        if name in other and abs(one[name] / other[name] - 1) > CEILINGS_APART
+    }
+
+
 def in_words(fields: Differences) -> str:
     return "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in fields.items())
 
 
-def compare(old: Row, new: Row, allow: Collection[str] = ()) -> Comparison:
+def compare(old: Row, new: Row, allow: Collection[str] = (), one_run: bool = False) -> Comparison:
     """Put two rows side by side.
 
     Args:
         old, new: rows that `check_row` accepts.
-        allow: which of MACHINE may differ. The comparison then says how they do.
+        allow: which of MACHINE may differ. The comparison then says how they do. Clocks that one
+            of the rows does not know are no reason to refuse, but said.
+        one_run: they must be of one process; else they must not be one row.
 
     Raises:
-        NotComparable: their workloads differ in anything else.
+        NotComparable: their workloads differ in anything else; rows of two runs, or of one.
         WithoutTime: a row that has none.
         ValueError: a row that `check_row` refuses; an `allow` that is not of the machine.
     """
@@ -103,23 +135,33 @@ def compare(old: Row, new: Row, allow: Collection[str] = ()) -> Comparison:
     for row in (old, new):
         check_row(row)
     fields = differing_fields(old, new)
-    machines = {name: both for name, both in fields.items() if name.split(".")[0] in allow}
+    machines = {
+        name: both
+        for name, both in fields.items()
+        if name.split(".")[0] in allow or (name == "clocks" and UNKNOWN in both)
+    }
     refused = {name: both for name, both in fields.items() if name not in machines}
     if refused:
         raise NotComparable(f"{old['case']}: the workloads differ in {in_words(refused)}")
+    runs = differing(*({name: row.get(name, UNKNOWN) for name in RUN} for row in (old, new)))
+    if one_run and runs:
+        raise NotComparable(f"{old['case']}: rows of two runs, which differ in {in_words(runs)}")
+    if not one_run and not runs and old["provider"] == new["provider"]:
+        raise NotComparable(f"{old['case']}: one run, not two: {old['date']}")
     for row in (old, new):
         if row["status"] != OK:
             raise WithoutTime(f"{row['provider']} has no time: {row['status']}")
-    return Comparison(old, new, machines)
+    return Comparison(old, new, machines, apart_in_state(old, new))
 
 
 def described(row: Row) -> str:
     """Where, from what and when a row was measured, and what that device reached."""
     clocks = f", {row['clocks']}" if "clocks" in row else ""
     reached = "".join(f", {name} {value:g}" for name, value in row.get("ceilings", {}).items())
+    changed = " (not its code: there were changes)" if row["commit"].endswith(DIRTY) else ""
     return (
-        f"{row['gpu']}, driver {row['driver']}{clocks}, commit {row['commit']}, {row['date']}"
-        f"{reached}"
+        f"{row['gpu']}, driver {row['driver']}{clocks}, commit {row['commit']}{changed}, "
+        f"sources {row.get('sources', UNKNOWN)}, {row['date']}{reached}"
     )
 
 
@@ -134,8 +176,8 @@ def kernels_by_provider(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """A comparison as JSON: both rows' provenance and times, and how many times faster."""
-    names = ("provider", "median_us", "min_us", "max_us", "gpu", "driver", "versions")
-    names += ("clocks", "kernels", "commit", "date")
+    names = ("provider", "median_us", "min_us", "max_us", "rel_error", "gpu", "driver", "versions")
+    names += ("clocks", "kernels", "commit", "sources", "date")
     old, new = ({name: row.get(name) for name in names} for row in (comparison.old, comparison.new))
     return {
         "case": comparison.new["case"],
@@ -143,6 +185,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "new": new,
         "speedup": comparison.speedup,
         "machines_differ": comparison.machines,
+        "ceilings_differ": comparison.state,
     }
 
 
@@ -172,6 +215,71 @@ def _kinds(rows: list[dict]) -> str:
     return "/".join(sorted({str(row.get("op")) for row in rows})) or "nothing"
 
 
+@dataclass
+class Found:
+    """What two runs, or the providers of one, say about each other. skipped: cases by reason;
+    lost: those that had a time before and have none now."""
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+
+
+def put_together(files: Sequence[Sequence[Row]], provider: str, allow: Collection[str]) -> Found:
+    """All pairs of one file or of two, compared or not."""
+    found = Found()
+    for old, new in pairs(files, provider):
+        try:
+            found.comparisons.append(compare(old, new, allow, one_run=len(files) == 1))
+        except NotComparable as error:
+            found.refused.append(str(error))
+        except WithoutTime as error:
+            found.skipped[str(error)] += 1
+            if old["status"] == OK:
+                found.lost.append(f"{old['case']}: {new['status']}")
+    return found
+
+
+def make_table(found: Found, provider: str, one_run: bool) -> Table:
+    table = Table(box=None)
+    for column in ("case", "against", "us", f"{provider} us", "times faster", "errors"):
+        table.add_column(column, justify="left" if column in ("case", "against") else "right")
+    for each in found.comparisons:
+        old, new = each.old, each.new
+        against = old["provider"] if one_run else old["commit"][:12]
+        times = (f"{old['median_us']:.1f}", f"{new['median_us']:.1f}", f"{each.speedup:.2f}")
+        errors = f"{old['rel_error']:.1e}, {new['rel_error']:.1e}"
+        table.add_row(old["case"], against, *times, errors)
+    return table
+
+
+def notes(files: Sequence[Sequence[Row]], provider: str, found: Found) -> list[str]:
+    """What must be known to read the times."""
+    lines = []
+    machines = {name: both for each in found.comparisons for name, both in each.machines.items()}
+    if machines:
+        lines.append(f"the machines differ in {in_words(machines)}")
+    states = dict.fromkeys(in_words(each.state) for each in found.comparisons if each.state)
+    lines += [f"the devices reached other ceilings: {state}" for state in states]
+    if len(files) == 2:
+        lines += [f"in one run only: {case}" for case in unpaired(files, provider)]
+    for reason, cases in found.skipped.items():
+        lines.append(f"skipped: {reason} ({cases} case{'s' if cases > 1 else ''})")
+    return lines + [f"refused: {reason}" for reason in found.refused]
+
+
+def disagreements(found: Found, within: float) -> list[str]:
+    """Why two runs do not agree within so many percent."""
+    apart = [
+        f"not within {within:g} %: {each.new['case']}: {each.speedup:.3f} times as fast"
+        for each in found.comparisons
+        if not abs(each.speedup - 1) <= within / 100
+    ]
+    apart += [f"had a time, has none: {case}" for case in found.lost]
+    return apart if found.comparisons else [*apart, "no two times to compare"]
+
+
 @click.command(help="Compare result rows of equal workloads; refuse all others.")
 @click.argument("results", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--provider", default="cute_kernels", show_default=True)
@@ -194,31 +302,8 @@ def main(
     if len(results) > 2:
         raise click.UsageError("one or two result files")
     files = [_read(path) for path in results]
-    table = Table(box=None)
-    for column in ("case", "against", "us", f"{provider} us", "times faster"):
-        table.add_column(column, justify="left" if column in ("case", "against") else "right")
-    refused: list[str] = []
-    skipped: Counter[str] = Counter()
-    differences: Differences = {}
-    apart: list[str] = []
-    found: list[Comparison] = []
-    for old, new in pairs(files, provider):
-        try:
-            result = compare(old, new, allow)
-        except NotComparable as error:
-            refused.append(str(error))
-            continue
-        except WithoutTime as error:
-            skipped[str(error)] += 1
-            continue
-        found.append(result)
-        differences |= result.machines
-        if within is not None and abs(result.speedup - 1) > within / 100:
-            apart.append(f"{old['case']}: {result.speedup:.3f} times as fast")
-        against = old["provider"] if len(results) == 1 else old["commit"][:12]
-        figures = (f"{old['median_us']:.1f}", f"{new['median_us']:.1f}", f"{result.speedup:.2f}")
-        table.add_row(old["case"], against, *figures)
-    if not (table.row_count or refused or skipped):
+    found = put_together(files, provider, allow)
+    if not (found.comparisons or found.refused or found.skipped):
         given = [
             f"{path}: {len(rows)} rows of {_kinds(rows)}"
             for path, rows in zip(results, files, strict=True)
@@ -230,23 +315,17 @@ def main(
             click.echo(f"{path}: {machine}")
         for name, kernels in kernels_by_provider(rows).items():
             click.echo(f"{path}: {name} ran {', '.join(kernels)}")
-    Console(width=120).print(table)
+    Console(width=120).print(make_table(found, provider, len(files) == 1))
     if json_path:
-        text = json.dumps([as_json(each) for each in found], indent=1)
+        text = json.dumps([as_json(each) for each in found.comparisons], indent=1)
         Path(json_path).write_text(text + "\n", encoding="utf-8")
-    if png_path and found:
-        plot_speedups([(c.old["case"], c.old["provider"], c.speedup) for c in found], png_path)
-    if differences:
-        click.echo(f"the machines differ in {in_words(differences)}")
-    for case in unpaired(files, provider) if len(files) == 2 else ():
-        click.echo(f"in one run only: {case}")
-    for reason, cases in skipped.items():
-        click.echo(f"skipped: {reason} ({cases} case{'s' if cases > 1 else ''})")
-    for reason in refused:
-        click.echo(f"refused: {reason}")
-    for case in apart:
-        click.echo(f"not within {within:g} %: {case}")
-    if refused or apart:
+    if png_path and found.comparisons:
+        ratios = [(c.old["case"], c.old["provider"], c.speedup) for c in found.comparisons]
+        plot_speedups(ratios, png_path)
+    apart = [] if within is None else disagreements(found, within)
+    for line in [*notes(files, provider, found), *apart]:
+        click.echo(line)
+    if found.refused or apart:
         raise SystemExit(1)
 
 

@@ -5,13 +5,16 @@ queries visits, and which of them it sees whole, stands in a `BlockMask`. Pages 
 part are masked element by element. Made when bound, as a serving engine makes it once a step for
 all layers. A quantized cache cannot be read so: there is no scale a page or head to apply.
 
-Tested uncompiled, on a CPU; compiled on a GPU it has not been run yet, nor has its time a row.
-The copy of the result into `inputs.out` is in the time; it moves what the kernel writes.
+The pages of a call are copied into a pool of their own when it is bound, in the order that they
+had: torch's decode template splits keys by the length of the pool, and that of torch 2.11 does not
+compile for 2^31 and more elements (it mixes indices of 32 and 64 bits; H200, 2026-11-30). The copy
+of the result into `inputs.out` is in the time; it moves what the kernel writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -19,9 +22,12 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from perf.inputs import InputSet
+from perf.peers import Refusal
 from perf.timing import Call
 
 QUERY_BLOCK = 128
+MAX_ELEMENTS = 2**31 - 1
+MAX_CASES = 64
 
 
 class PageMask(NamedTuple):
@@ -91,9 +97,23 @@ def block_mask(inputs: InputSet) -> BlockMask:
     )
 
 
+def with_own_pool(inputs: InputSet) -> InputSet:
+    """The same call over a pool that holds its pages alone, in the order that they had."""
+    page = inputs.k.shape[1]
+    counts = -(-inputs.seqused_k.long() // page)
+    used = torch.arange(inputs.block_table.shape[1], device=counts.device) < counts[:, None]
+    pages = inputs.block_table[used].long().unique()
+    table = torch.zeros_like(inputs.block_table)
+    table[used] = torch.searchsorted(pages, inputs.block_table[used].long()).to(torch.int32)
+    return replace(inputs, k=inputs.k[pages], v=inputs.v[pages], block_table=table)
+
+
 @cache
 def _compiled() -> Callable[..., torch.Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
+    """Compiled anew for each case, of which there are more than the 8 that torch allows by default
+    before it runs the function as it is, slowly; with `fullgraph` that would be an error."""
+    torch._dynamo.config.recompile_limit = MAX_CASES
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def torch_flex_attention(
@@ -102,10 +122,13 @@ def torch_flex_attention(
     """The call, compiled unless `attention` is given.
 
     Raises:
-        ValueError: a quantized cache.
+        Refusal: a quantized cache, or more elements of K than it compiles for.
     """
     if inputs.k.dtype is not inputs.q.dtype:
-        raise ValueError(f"reads a cache in the queries' dtype, this one is {inputs.k.dtype}")
+        raise Refusal(f"reads a cache in the queries' dtype, this one is {inputs.k.dtype}")
+    inputs = with_own_pool(inputs)
+    if inputs.k.numel() > MAX_ELEMENTS:
+        raise Refusal(f"{inputs.k.numel()} elements of K; its decode template is for 2^31 - 1")
     attention = attention or _compiled()
     q = inputs.q.unflatten(0, (-1, inputs.max_seqlen_q)).transpose(1, 2)
     k, v = (side.flatten(0, 1).transpose(0, 1)[None] for side in (inputs.k, inputs.v))

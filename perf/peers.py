@@ -16,17 +16,24 @@ from perf.inputs import InputSet
 from perf.timing import Call
 
 _WORKSPACE_BYTES = 128 << 20
+# Of vLLM's Triton backend, whose module imports all of vLLM where the kernel's imports little: a
+# launch grid smaller than the first splits keys into as many segments as the second.
+VLLM_TRITON = {"MIN_LAUNCH_GRID_SIZE_2D": 128, "NUM_PAR_SOFTMAX_SEGMENTS": 16}
+
+
+class Refusal(ValueError):
+    """A peer that is not made for a workload; no failure."""
 
 
 def one_scale(descale: torch.Tensor) -> float:
     """The value of a descale that all sequences and heads share, on the host.
 
     Raises:
-        ValueError: they do not share one; the peer would read the first and be wrong.
+        Refusal: they do not share one; the peer would read the first and be wrong.
     """
     values = descale.unique()
     if len(values) != 1:
-        raise ValueError(f"takes one scale, this workload has {len(values)}: use --one-scale")
+        raise Refusal(f"takes one scale, this workload has {len(values)}: use --one-scale")
     return values.item()
 
 
@@ -45,19 +52,18 @@ def vllm_fa4(inputs: InputSet, arguments: dict[str, Any]) -> Call:
 
 def vllm_triton(inputs: InputSet) -> Call:
     """vLLM's Triton kernel, its two ways of launching chosen as its backend does."""
-    from vllm.v1.attention.backends.triton_attn import (
-        MIN_LAUNCH_GRID_SIZE_2D,
-        NUM_PAR_SOFTMAX_SEGMENTS,
-    )
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    for descale in (inputs.k_descale, inputs.v_descale):
-        one_scale(descale)
+    mode = KVQuantMode.NONE
+    if inputs.k_descale is not None:
+        mode = KVQuantMode.FP8_PER_TENSOR
+        for descale in (inputs.k_descale, inputs.v_descale):
+            one_scale(descale)
     tokens, heads, head_size = inputs.q.shape
     padded = 1 << (head_size - 1).bit_length()
     scratch = partial(torch.empty, dtype=torch.float32, device=inputs.q.device)
-    segments = (tokens, heads, NUM_PAR_SOFTMAX_SEGMENTS)
+    segments = (tokens, heads, VLLM_TRITON["NUM_PAR_SOFTMAX_SEGMENTS"])
     return partial(
         unified_attention,
         q=inputs.q,
@@ -76,12 +82,12 @@ def vllm_triton(inputs: InputSet) -> Call:
         q_descale=None,
         k_descale=inputs.k_descale,
         v_descale=inputs.v_descale,
-        seq_threshold_3D=MIN_LAUNCH_GRID_SIZE_2D // inputs.k.shape[2],
-        num_par_softmax_segments=NUM_PAR_SOFTMAX_SEGMENTS,
+        seq_threshold_3D=VLLM_TRITON["MIN_LAUNCH_GRID_SIZE_2D"] // inputs.k.shape[2],
+        num_par_softmax_segments=segments[2],
         softmax_segm_output=scratch((*segments, padded)),
         softmax_segm_max=scratch(segments),
         softmax_segm_expsum=scratch(segments),
-        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+        kv_quant_mode=mode,
     )
 
 

@@ -5,10 +5,12 @@ A provider that cannot run says why and gets a row that says so; it is never lef
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from shutil import which
 from typing import TYPE_CHECKING
 
 from perf import peers
@@ -28,7 +30,8 @@ MAX_RELATIVE_ERROR = 3e-3
 class Provider:
     """name: as in result rows. module: what must be importable. bind: the call for an input set,
     which writes `inputs.out`; None where the module is known but nobody has written its call.
-    on_request: takes part only where it is named. kv_cache_dtypes: what it reads."""
+    on_request: takes part only where it is named. kv_cache_dtypes: what it reads. obstacle: what
+    else it needs and does not find here; None where nothing is missing."""
 
     name: str
     module: str
@@ -36,6 +39,7 @@ class Provider:
     max_relative_error: float = MAX_RELATIVE_ERROR
     on_request: bool = False
     kv_cache_dtypes: tuple[str, ...] = ("fp8_e4m3",)
+    obstacle: Callable[[], str | None] = lambda: None
 
     def why_not(self, kv_cache_dtype: str = "fp8_e4m3") -> str | None:
         """Why this provider cannot run here; None if it can."""
@@ -43,7 +47,10 @@ class Provider:
             return NOT_INSTALLED
         if kv_cache_dtype not in self.kv_cache_dtypes:
             return f"reads no {kv_cache_dtype} cache"
-        return NOT_IMPLEMENTED if self.bind is None else None
+        if self.bind is None:
+            return NOT_IMPLEMENTED
+        missing = self.obstacle()
+        return None if missing is None else f"{NOT_INSTALLED}: {missing}"
 
 
 def _bind_cute_kernels(inputs: InputSet, deterministic: bool = False) -> Call:
@@ -94,6 +101,16 @@ def _bind_vllm_fa4(inputs: InputSet) -> Call:
     return peers.vllm_fa4(inputs, varlen_arguments(inputs))
 
 
+def _inductor_obstacle() -> str | None:
+    """What torch.compile needs for a GPU and does not find."""
+    if find_spec("triton") is None:
+        return "torch.compile needs triton"
+    named = os.environ.get("CC")
+    if any(which(name) for name in ([named] if named else ["cc", "gcc", "clang"])):
+        return None
+    return f"torch.compile needs a C compiler, found no {named or 'cc, gcc or clang'}"
+
+
 def _bind_flex_attention(inputs: InputSet) -> Call:
     from perf.flex_peer import torch_flex_attention
 
@@ -127,10 +144,13 @@ PROVIDERS = (
         max_relative_error=6e-3,
         on_request=True,
         kv_cache_dtypes=("bf16", "fp16"),
+        obstacle=_inductor_obstacle,
     ),
     Provider("flashinfer_fa2", "flashinfer", peers.flashinfer_fa2),
     Provider("vllm_fa4", "vllm", _bind_vllm_fa4, kv_cache_dtypes=("fp8_e4m3", "bf16", "fp16")),
-    Provider("vllm_triton", "vllm", peers.vllm_triton),
+    Provider(
+        "vllm_triton", "vllm", peers.vllm_triton, kv_cache_dtypes=("fp8_e4m3", "bf16", "fp16")
+    ),
     Provider(
         "torch_sdpa",
         "torch",

@@ -10,17 +10,17 @@ when its data have changed; that takes matplotlib (the extra `bench`), nothing e
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
 from perf import plots
-from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement
-from perf.rows import read_rows
+from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement, read_accuracy
+from perf.rows import read_json, read_rows
 from perf.sections import (
     ResultFile,
     between_runs,
@@ -61,22 +61,18 @@ INTRODUCTION = (
 
 def _read_load(path: Path) -> list[dict[str, Any]]:
     """Rows of `perf.bench_load`, each with what the file says about the machine."""
-    about = json.loads(path.read_text(encoding="utf-8"))
+    about = read_json(path)
     rows = about.pop("rows")
     return [about | row for row in rows]
 
 
 def _read_demo(path: Path) -> list[dict[str, Any]]:
     """Runs of the demo: what it wrote, or a list of that, made flat."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     return [
         run | run.get("quality", {}) | run.get("generation", {})
         for run in (found if isinstance(found, list) else [found])
     ]
-
-
-def _read_json(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 class Kind(NamedTuple):
@@ -166,16 +162,14 @@ KINDS = (
         about="Attention and store over all layers of a model on one device, per step of a fixed "
         "trace (`perf/trace.py`): sequences that decode, sequences that verify draft tokens, and "
         "chunks of prompts. Each kind of layer is timed alone and counted as often as it occurs. "
-        "Up to commit 6934af4 a bf16 cache was read by the prefill kernel alone, which does not "
-        "split keys: those times are not what the decode kernel takes. `no kernel` holds for the "
-        "commit that was measured.",
+        "A bf16 cache is stored by torch's `index_copy_`.",
         brief=serving_summary,
     ),
     Kind(name="load", title="Loading kernels from a bundle", read=_read_load, table=load_table),
     Kind(
         name="accuracy",
         title="Accuracy: real models by KV cache dtype",
-        read=_read_json,
+        read=read_accuracy,
         table=accuracy_table,
         about="Against a bf16 cache on the same tokens, +- one standard error, over blocks of 128 "
         "tokens: neighbours are alike, and errors that take them as independent are too small.",
@@ -192,7 +186,7 @@ KINDS = (
     Kind(
         name="perplexity",
         title="Perplexity with and without rotated keys",
-        read=_read_json,
+        read=read_json,
         table=perplexity_table,
         about="Change against a bf16 cache, +- one standard error of the paired differences over "
         "tokens; read a change below two as none.",
@@ -210,11 +204,24 @@ KINDS = (
 )
 
 
+def check_date(file: ResultFile) -> None:
+    """The newest file of a label is shown: its name's date must be that of its rows, or that of the
+    day before, when a run of several began.
+
+    Raises:
+        ValueError: it is not.
+    """
+    day = date.fromisoformat(file.date)
+    for row in file.rows:
+        if "date" in row and not 0 <= (date.fromisoformat(row["date"][:10]) - day).days <= 1:
+            raise ValueError(f"{file.path.name}: a row of {row['date']}")
+
+
 def find(folder: Path) -> dict[str, list[list[ResultFile]]]:
     """Files of each kind by label, newest first, short labels first.
 
     Raises:
-        ValueError: a result file whose rows `perf.rows` refuses.
+        ValueError: a result file whose rows `perf.rows` refuses, or `check_date` does.
     """
     kinds = {kind.name: kind for kind in KINDS}
     found: dict[str, dict[str, list[ResultFile]]] = {name: {} for name in kinds}
@@ -223,6 +230,7 @@ def find(folder: Path) -> dict[str, list[list[ResultFile]]]:
         if name and name["kind"] in kinds:
             rows = kinds[name["kind"]].read(path)
             file = ResultFile(path, name["kind"], name["label"], name["date"], rows)
+            check_date(file)
             found[name["kind"]].setdefault(name["label"], []).append(file)
     return {
         kind: sorted(labels.values(), key=lambda files: (files[0].label.count("_"), files[0].label))

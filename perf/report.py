@@ -27,9 +27,8 @@ def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def absent_providers(rows: Sequence[Row]) -> dict[str, str]:
     """Providers that ran nowhere because they are not there: name -> status."""
-    return {
-        r["provider"]: r["status"] for r in rows if r["status"] in (NOT_INSTALLED, NOT_IMPLEMENTED)
-    }
+    absent = (NOT_INSTALLED, NOT_IMPLEMENTED)
+    return {row["provider"]: row["status"] for row in rows if row["status"].startswith(absent)}
 
 
 def _times_ours(row: Row, group: Sequence[Row]) -> str:
@@ -90,6 +89,8 @@ def print_report(rows: Sequence[Row], console: Console | None = None) -> None:
         for row in rows
         if row["status"] != OK and row["provider"] not in absent_providers(rows)
     ]
+    reasons = {row["no_loader"]: row["case"] for row in rows if "no_loader" in row}
+    notes += [f"no loader, as at {case}: {reason}" for reason, case in reasons.items()]
     for note in notes:
         console.print(note, markup=False, highlight=False)
 

@@ -14,11 +14,13 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cute_kernels.compile.key import fingerprint as package_fingerprint
 from perf.cases import DecodeCase
 from perf.timing import Timing
 from perf.traffic import traffic
@@ -60,13 +62,26 @@ ROW_FIELDS = (
     "fingerprint",
 )
 # Rows of before it was recorded lack it.
-OPTIONAL_FIELDS = ("clocks", "kernels", "ceilings", "loader_us", "pct_of_loader")
+OPTIONAL_FIELDS = (
+    "clocks",
+    "sources",
+    "kernels",
+    "ceilings",
+    "loader_us",
+    "pct_of_loader",
+    "no_loader",
+)
+# What every workload says, whatever else describes it.
+WORKLOAD_FIELDS = (*SHAPE_FIELDS, "timing", "rounds", "gpu", "driver", "versions")
+UNKNOWN = "unknown"
+DIRTY = "-dirty"
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python", "vllm")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and from what a result comes. clocks: the highest that the card may take."""
+    """Where and from what a result comes. clocks: the highest that the card may take. sources: of
+    the code that ran, whatever the commit is said to be."""
 
     gpu: str
     driver: str
@@ -74,14 +89,16 @@ class Machine:
     commit: str
     command: str
     date: str
-    clocks: str = "unknown"
+    clocks: str = UNKNOWN
+    sources: str = UNKNOWN
 
 
 @dataclass(frozen=True)
 class Measurement:
     """What one provider did on one case. status: OK, or why there is no time. kernels: what really
     ran on the device, the longest first; None where nobody looked. loader: loading the same keys
-    and values alone, see `perf.baselines.loader`; None where it was not timed."""
+    and values alone, see `perf.baselines.loader`, or why there is no such time; None where nobody
+    asked."""
 
     status: str
     rel_error: float | None = None
@@ -89,7 +106,7 @@ class Measurement:
     single: Timing | None = None
     host_us: float | None = None
     kernels: list[str] | None = None
-    loader: Timing | None = None
+    loader: Timing | str | None = None
 
 
 def _output_of(*command: str) -> str | None:
@@ -105,8 +122,8 @@ def _output_of(*command: str) -> str | None:
 def _commit() -> str:
     commit = _output_of("git", "rev-parse", "HEAD")
     if commit is None:
-        return "unknown"
-    return commit + ("-dirty" if _output_of("git", "status", "--porcelain") else "")
+        return UNKNOWN
+    return commit + (DIRTY if _output_of("git", "status", "--porcelain") else "")
 
 
 def _versions() -> dict[str, str]:
@@ -124,14 +141,22 @@ def _clocks() -> str:
     found = _output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
     values = [value.strip() for value in (found or "").split("\n")[0].split(",")]
     if len(values) != 3:
-        return "unknown"
+        return UNKNOWN
     return f"SM up to {values[0]} MHz, memory {values[1]} MHz, {values[2]} W"
+
+
+def sources() -> str:
+    """SHA-256 of the kernels' and the measurements' source files, shortened: a checkout of the
+    commit that a row names has them, or the row is of other code."""
+    folder = Path(__file__).parent
+    found = {name: package_fingerprint(folder.parent / name) for name in ("cute_kernels", "perf")}
+    return ", ".join(f"{name} {digest[:16]}" for name, digest in found.items())
 
 
 def describe_machine(command: str, commit: str | None = None) -> Machine:
     """This process's machine; what cannot be found out is "unknown", "none" without a GPU."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    drivers = (_output_of(*query) or "unknown").splitlines()
+    drivers = (_output_of(*query) or UNKNOWN).splitlines()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return Machine(
         gpu=gpu,
@@ -141,6 +166,7 @@ def describe_machine(command: str, commit: str | None = None) -> Machine:
         command=command,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         clocks=_clocks(),
+        sources=sources(),
     )
 
 
@@ -198,7 +224,7 @@ def make_row(
         "single_call_us": _rounded(single and single.median_us, 5),
         "host_us": _rounded(measurement.host_us, 4),
         "read_ceiling_tb_per_s": _rounded(ceiling, 4),
-        **{name: getattr(machine, name) for name in (*MACHINE_FIELDS, "clocks")},
+        **{name: getattr(machine, name) for name in (*MACHINE_FIELDS, "clocks", "sources")},
         "kernels": measurement.kernels,
         "ceilings": {name: _rounded(value, 4) for name, value in (ceilings or {}).items()},
         **_of_the_loader(measurement),
@@ -214,6 +240,8 @@ def _of_the_loader(measurement: Measurement) -> dict[str, float | None]:
     loader, timing = measurement.loader, measurement.rotating
     if loader is None or timing is None:
         return {}
+    if isinstance(loader, str):
+        return {"no_loader": loader}
     return {
         "loader_us": _rounded(loader.median_us, 5),
         "pct_of_loader": _rounded(100.0 * loader.median_us / timing.median_us, 4),
@@ -235,12 +263,18 @@ def make_rows(
     ]
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a finite number, which true, "1" and NaN are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+
+
 def check_row(row: Mapping[str, Any]) -> None:
     """Refuse a row that no comparison could trust.
 
     Raises:
-        ValueError: missing or unknown fields, a fingerprint or shape fields that are not those of
-            the row's workload, a status and times that contradict each other.
+        ValueError: missing or unknown fields, a workload that does not say enough, a fingerprint,
+            shape or machine that is not that of the row's workload, a status and times that
+            contradict each other, figures that are none, an unknown origin.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"result row: {row!r} is no JSON object")
@@ -248,13 +282,51 @@ def check_row(row: Mapping[str, Any]) -> None:
     if difference:
         raise ValueError(f"result row: missing or unknown fields {sorted(difference)}")
     where = f"result row {row['provider']!r}, {row['case']!r}"
+    missing = [name for name in WORKLOAD_FIELDS if name not in row["workload"]]
+    if missing:
+        raise ValueError(f"{where}: its workload does not say {', '.join(missing)}")
     if row["fingerprint"] != fingerprint(row["workload"]):
         raise ValueError(f"{where}: the fingerprint is not that of its workload")
-    for name in SHAPE_FIELDS:
-        if row[name] != row["workload"].get(name):
+    for name in (*SHAPE_FIELDS, "gpu", "driver", "versions"):
+        if row[name] != row["workload"][name]:
             raise ValueError(f"{where}: {name} is {row[name]!r}, not as in its workload")
+    for name in ("provider", "case", "status", "commit", "command", "date"):
+        if not isinstance(row[name], str) or not row[name]:
+            raise ValueError(f"{where}: {name} is {row[name]!r}")
+    _check_figures(row, where)
+
+
+def _check_figures(row: Mapping[str, Any], where: str) -> None:
+    """Times that are times, and only where the result was right."""
     if (row["status"] == OK) != (row["median_us"] is not None):
         raise ValueError(f"{where}: status {row['status']!r}, median_us {row['median_us']}")
+    figures = {name: row.get(name) for name in (*MEASURED_FIELDS, "loader_us", "pct_of_loader")}
+    figures |= {"read_ceiling_tb_per_s": row["read_ceiling_tb_per_s"], **row.get("ceilings", {})}
+    for name, value in figures.items():
+        # An error may be 0: then all bytes are those of the reference.
+        if value is not None and not (is_number(value) and value >= 0 and (value or "err" in name)):
+            raise ValueError(f"{where}: {name} is {value!r}, no figure")
+    if row["status"] != OK:
+        return
+    absent = [name for name in ("median_us", "min_us", "max_us", "rel_error") if row[name] is None]
+    if absent:
+        raise ValueError(f"{where}: a time without {', '.join(absent)}")
+    if not row["min_us"] <= row["median_us"] <= row["max_us"]:
+        times = [row[name] for name in ("min_us", "median_us", "max_us")]
+        raise ValueError(f"{where}: minimum, median and maximum are {times}")
+
+
+def read_json(path: str | Path) -> Any:
+    """A file's JSON, which has no NaN.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
+    return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
@@ -263,7 +335,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: no JSON, a row that `check_row` refuses, two rows of one provider and case.
     """
-    rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    rows = read_json(path)
     seen = set()
     for row in rows:
         check_row(row)

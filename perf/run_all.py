@@ -3,13 +3,19 @@
     python -m perf.run_all                              all of it, into build/results
     python -m perf.run_all --out DIR --model-dir DIR    DATE_LABEL_CARD.json files there; the models
     python -m perf.run_all --out perf/results --only store --only serving
+    python -m perf.run_all --out DIR --total 230        what fits, in the order of `--list`
     python -m perf.run_all --out DIR --dry-run          the commands, and run none
 
 Each measurement is a process of its own, which a failure of another does not touch and which is
 ended when its time is up (`--limit`); its rows are written as they come, so a file has those that
 were done. Those with times are then compared with the newest committed file of their label
-(`perf.compare`, on the same card; driver and versions may differ and are printed). The exit status
-is 1 where a measurement failed or a time was not within `--within`.
+(`perf.compare`, on the same card and clocks; driver, versions and rounds may differ and are
+printed). The exit status is 1 where a measurement failed, did not begin, or a time was not within
+`--within`.
+
+Kernels come from a bundle, so that none is compiled while it is measured: that of `--bundle`, that
+of CUTE_KERNELS_BUNDLE, or one that is built first (`perf.bundle`; 7 minutes on two cores). With one
+the CuTe DSL need not be installed.
 
 `python -m perf.render` makes the pages and plots from what is in perf/results.
 """
@@ -18,6 +24,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 import shlex
@@ -25,9 +32,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -35,16 +43,28 @@ import torch
 from perf import render
 
 ROOT = Path(__file__).resolve().parents[1]
-BUNDLE = "bundle"
+BUNDLE, BUNDLE_VARIABLE, BUNDLE_LIMIT = "bundle", "CUTE_KERNELS_BUNDLE", 1200
+# The least that is worth beginning with, seconds.
+LEAST = 10
+
+
+class Given(NamedTuple):
+    """What is passed on to the measurements that take it."""
+
+    commit: str | None = None
+    model_dir: Path | None = None
+    text: Path | None = None
+    ids: Path | None = None
 
 
 @dataclass(frozen=True)
 class Measurement:
     """kind: as in `perf.render`, the label's beginning. output: the option that takes the file.
 
-    limit: seconds, some times what it takes. suffix: of the label, where a kind has several.
-    timed: its rows can be compared. commit: it takes --commit. bundle: it runs from a bundle of all
-    kernels. models: it reads the demo's models, and takes --model-dir.
+    limit: seconds, some times what it takes. suffix: of the name, where a kind has several; each
+    has a file of its own, but for parts, which add to the kind's. timed: its rows can be compared.
+    commit: it takes --commit. models: it reads the demo's models, and takes --model-dir. text: it
+    takes --text and --ids.
     """
 
     kind: str
@@ -55,58 +75,110 @@ class Measurement:
     output: str = "--json"
     timed: bool = True
     commit: bool = True
-    bundle: bool = False
     models: bool = False
+    text: bool = False
+    part: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.kind}_{self.suffix}" if self.suffix else self.kind
 
-    def command(self, file: Path, commit: str | None, model_dir: Path | None) -> list[str]:
+    @property
+    def label(self) -> str:
+        return self.kind if self.part else self.name
+
+    def command(self, file: Path, given: Given) -> list[str]:
         found = [sys.executable, "-m", self.module, *self.arguments, self.output, str(file)]
-        if commit and self.commit:
-            found += ["--commit", commit]
-        if model_dir is not None and self.models:
-            found += ["--model-dir", str(model_dir)]
+        wanted = (self.commit, self.models, self.text, self.text)
+        for wants, (name, value) in zip(wanted, given._asdict().items(), strict=True):
+            if wants and value:
+                found += [f"--{name.replace('_', '-')}", str(value)]
         return found
 
 
-SDPA = tuple(f"--providers={name}" for name in ("cute_kernels", "torch_sdpa", "triton_baseline"))
+def _providers(*names: str) -> tuple[str, ...]:
+    return tuple(f"--providers={name}" for name in names)
+
+
+def _cases(*names: str) -> tuple[str, ...]:
+    return tuple(f"--cases={name}" for name in names)
+
+
+OURS, BASELINE, FLEX = "cute_kernels", "triton_baseline", "torch_flex_attention"
+PEERS = (FLEX, "torch_sdpa", "vllm_triton", "vllm_fa4", "flashinfer_xqa", "flashinfer_fa2")
+# A case a head size and one of few sequences: peers compile for each.
+COMPARED = (
+    "B32 S8192 64/8 D128",
+    "B8 S8192 32/4 D512",
+    "B64 S8192 32/16 D256 w1024",
+    "B1 S32768 64/8 D128",
+    "B32 S8192 64/8 D64",
+)
+MODELS = ("smollm2", "gemma3-270m", "minilm")
+# What matters most comes first: `--total` may end before the last.
 MEASUREMENTS = (
-    Measurement("decode", "perf.bench_decode", 600, ("--all",)),
-    Measurement("prefill", "perf.bench_prefill", 300),
-    Measurement("store", "perf.bench_store", 600),
-    Measurement("indexer", "perf.bench_indexer", 600),
-    Measurement("serving", "perf.bench_serving", 900, ("--steps", "2", "--rounds", "5")),
     Measurement(
-        "load", "perf.bench_load", 600, output="--out", timed=False, commit=False, bundle=True
+        "decode", "perf.bench_decode", 150, ("--group=fp8", "--group=nvfp4", "--group=bf16")
     ),
-    Measurement("accuracy", "perf.accuracy", 900, ("--device", "cuda"), timed=False, models=True),
+    Measurement("serving", "perf.bench_serving", 120, ("--steps", "4", "--rounds", "8")),
+    Measurement("prefill", "perf.bench_prefill", 90),
     Measurement(
         "decode",
         "perf.bench_decode",
-        300,
+        200,
         (
-            "--cases",
-            "B64 S8192 16/1 D128",
-            "--rounds",
-            "5",
-            *SDPA,
+            "--one-scale",
+            *_cases(*COMPARED, *(f"{name} bf16" for name in COMPARED)),
+            *_providers(OURS, BASELINE, *PEERS),
         ),
-        suffix="sdpa",
+        suffix="peers",
+    ),
+    Measurement(
+        "decode", "perf.bench_decode", 150, ("--group=ragged", "--group=verify"), suffix="ragged"
+    ),
+    Measurement("indexer", "perf.bench_indexer", 150),
+    Measurement("store", "perf.bench_store", 90),
+    Measurement(
+        "decode",
+        "perf.bench_decode",
+        60,
+        ("--group=fp8", *_providers(OURS, f"{OURS}_deterministic")),
+        suffix="deterministic",
+    ),
+    Measurement("load", "perf.bench_load", 90, output="--out", timed=False, commit=False),
+    Measurement(
+        "prefill",
+        "perf.bench_prefill",
+        150,
+        (*_cases("q8192 bf16"), *_providers(OURS, FLEX)),
+        suffix="flex",
+    ),
+    *(
+        Measurement(
+            "accuracy",
+            "perf.accuracy",
+            240,
+            ("--device", "cuda", "--model", model),
+            suffix=model.split("-")[0],
+            timed=False,
+            models=True,
+            text=True,
+            part=True,
+        )
+        for model in MODELS
     ),
     *(
         Measurement(
             "demo",
             "demo",
-            300,
+            240,
             ("--model", model, "--compare-reference"),
             suffix=model.split("-")[0],
             timed=False,
             commit=False,
             models=True,
         )
-        for model in ("smollm2", "gemma3-270m")
+        for model in MODELS[:2]
     ),
 )
 
@@ -128,8 +200,9 @@ def committed(kind: str, label: str, new: Path) -> Path | None:
 
 def comparison(old: Path, new: Path, within: float) -> list[str]:
     """A command that puts our times in two runs side by side."""
-    allowed = ("--allow", "driver", "--allow", "versions", "--within", f"{within:g}")
-    return [sys.executable, "-m", "perf.compare", str(old), str(new), *allowed]
+    allowed = [f"--allow={name}" for name in ("driver", "versions", "rounds")]
+    command = [sys.executable, "-m", "perf.compare", str(old), str(new)]
+    return [*command, *allowed, "--within", f"{within:g}"]
 
 
 def run(command: Sequence[str], limit: int | None = None, bundle: Path | None = None) -> str:
@@ -141,7 +214,7 @@ def run(command: Sequence[str], limit: int | None = None, bundle: Path | None = 
     sys.stdout.flush()
     environment = dict(os.environ)
     if bundle is not None:
-        environment["CUTE_KERNELS_BUNDLE"] = str(bundle)
+        environment[BUNDLE_VARIABLE] = str(bundle)
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         status = process.wait(limit)
@@ -166,27 +239,58 @@ def rows_in(file: Path) -> str:
 
 
 def measure(
-    what: Measurement,
-    file: Path,
-    commit: str | None,
-    model_dir: Path | None,
-    within: float,
-    limit: int,
+    what: Measurement, file: Path, given: Given, within: float, limit: int, bundle: Path | None
 ) -> str:
     """Run one measurement and its comparison; what is wrong, "" if nothing is."""
-    bundle = None
-    if what.bundle:
-        bundle = file.parent / BUNDLE
-        build = [sys.executable, "-m", "cute_kernels.compile.build"]
-        build += ["--target", "sm_90a", "--out", str(bundle)]
-        if problem := run(build, limit):
-            return f"the bundle could not be built: {problem}"
-    if problem := run(what.command(file, commit, model_dir), limit, bundle):
-        return f"failed: {problem}; {rows_in(file)}"
+    problem = run(what.command(file, given), limit, bundle)
+    problems = [f"failed: {problem}; {rows_in(file)}"] if problem else []
     old = committed(what.kind, file.stem.partition("_")[2], file) if what.timed else None
-    if old is not None and run(comparison(old, file, within)):
-        return f"not as {old.name}"
-    return ""
+    if old is not None and file.exists() and run(comparison(old, file, within)):
+        problems.append(f"not as {old.name}")
+    return "; ".join(problems)
+
+
+def measure_all(
+    files: Mapping[Measurement, Path],
+    given: Given,
+    within: float,
+    limit: int | None,
+    total: int | None,
+    bundle: Path | None,
+) -> list[tuple[str, str, str]]:
+    """Name, seconds and problem of each measurement; the last ones do not begin where `total`
+    seconds are over."""
+    lines = []
+    end = math.inf if total is None else time.monotonic() + total
+    for what, file in files.items():
+        start = time.monotonic()
+        bound = min(what.limit, limit or what.limit, end - start)
+        problem = "not run: no time left"
+        if bound >= min(LEAST, limit or LEAST):
+            problem = measure(what, file, given, within, math.ceil(bound), bundle)
+        lines.append((what.name, f"{time.monotonic() - start:.0f} s", problem))
+    return lines
+
+
+def find_bundle(out: Path, bundle: Path | None) -> Path | None:
+    """The bundle to run from; None where the environment names one.
+
+    Raises:
+        ClickException: none is named, and none could be built.
+    """
+    if bundle is not None or os.environ.get(BUNDLE_VARIABLE):
+        return bundle
+    build = [sys.executable, "-m", "perf.bundle", "--out", str(out / BUNDLE)]
+    if problem := run(build, BUNDLE_LIMIT):
+        raise click.ClickException(f"the bundle could not be built: {problem}")
+    return out / BUNDLE
+
+
+def print_list(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        for what in MEASUREMENTS:
+            click.echo(f"{what.name:22} {what.limit:4} s at most")
+        context.exit()
 
 
 @click.command(context_settings={"show_default": True}, help=(__doc__ or "").split("\n")[0])
@@ -204,42 +308,52 @@ def measure(
     type=click.IntRange(min=1),
     help="Most seconds of a measurement, where that is less than its own limit.",
 )
+@click.option("--total", type=click.IntRange(min=1), help="Most seconds of all of them.")
 @click.option("--within", type=click.FloatRange(min=0), default=5.0, help="Percent, of times.")
+@click.option("--bundle", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--model-dir",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="With the models of perf.accuracy; without it, installed packages have them.",
 )
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What perf.accuracy reads.",
+)
+@click.option(
+    "--ids",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Of what perf.accuracy reads, from its --write-ids.",
+)
 @click.option("--commit", help="What to record where there is no git repository.")
 @click.option("--dry-run", is_flag=True)
+@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=print_list)
 def main(
     out: Path,
     only: tuple[str, ...],
-    within: float,
     limit: int | None,
-    model_dir: Path | None,
-    commit: str | None,
+    total: int | None,
+    within: float,
+    bundle: Path | None,
     dry_run: bool,
+    **given: Any,
 ) -> None:
     if not dry_run and not torch.cuda.is_available():
         raise click.ClickException("the measurements need a CUDA device")
+    passed = Given(**given)
     name = "card" if dry_run else card()
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     chosen = [m for m in MEASUREMENTS if not only or m.name in only]
-    files = {m: out.resolve() / f"{date}_{m.name}_{name}.json" for m in chosen}
+    files = {m: out.resolve() / f"{date}_{m.label}_{name}.json" for m in chosen}
     if dry_run:
         for what, file in files.items():
-            click.echo(shlex.join(what.command(file, commit, model_dir)))
+            click.echo(shlex.join(what.command(file, passed)))
         return
     out.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for what, file in files.items():
-        start = time.monotonic()
-        bound = min(what.limit, limit or what.limit)
-        problem = measure(what, file, commit, model_dir, within, bound)
-        lines.append((what.name, f"{time.monotonic() - start:.0f} s", problem))
+    lines = measure_all(files, passed, within, limit, total, find_bundle(out.resolve(), bundle))
     for label, seconds, problem in lines:
-        click.echo(f"{label:12} {seconds:>7}  {problem or 'ok'}")
+        click.echo(f"{label:22} {seconds:>7}  {problem or 'ok'}")
     if any(problem for *_, problem in lines):
         raise SystemExit(1)
 

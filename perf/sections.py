@@ -62,7 +62,7 @@ def number(value: float | None) -> str:
 
 def speedup(theirs: Row, ours: Row) -> str:
     """How many times our time theirs is; bold where we lose."""
-    factor = compare(theirs, ours).speedup
+    factor = compare(theirs, ours, one_run=True).speedup
     return f"**{factor:.2f}**" if factor < 1 - TIE else f"{factor:.2f}"
 
 
@@ -144,7 +144,7 @@ def standing(file: ResultFile) -> str:
             ours = _ours(group)
             theirs = next((row for row in group if row["provider"] == name), None)
             if ours and theirs and ours["status"] == theirs["status"] == OK:
-                factors.append(compare(theirs, ours).speedup)
+                factors.append(compare(theirs, ours, one_run=True).speedup)
         won, lost = (sum(f > 1 + TIE for f in factors), sum(f < 1 - TIE for f in factors))
         tied = len(factors) - won - lost
         sentences.append(
@@ -209,6 +209,7 @@ def between_runs(old: ResultFile, new: ResultFile) -> str:
         [f"In one run only: {case}." for case in unpaired((old.rows, new.rows), OURS)],
     )
     machines: Differences = {}
+    states: dict[str, None] = {}
     for was, row in pairs((old.rows, new.rows), OURS):
         try:
             both = compare(was, row, MACHINE)
@@ -216,9 +217,13 @@ def between_runs(old: ResultFile, new: ResultFile) -> str:
             notes.append(f"Refused: {error}.")
             continue
         machines |= both.machines
+        if both.state:
+            states[in_words(both.state)] = None
         times = [number(was["median_us"]), number(row["median_us"]), f"{both.speedup:.2f}"]
         lines.append([row["case"], *times])
     notes.insert(0, f"The machines differ in: {in_words(machines) or 'nothing recorded'}.")
+    if states:
+        notes.insert(1, f"The devices reached other ceilings: {' and '.join(states)}.")
     commits = [
         " and ".join(dict.fromkeys(short(row["commit"]) for row in f.rows)) for f in (old, new)
     ]

@@ -51,6 +51,23 @@ def serving_lines(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
+# Until then the prefill kernel alone read a bf16 cache.
+LAST_WITHOUT_16_BIT_DECODE = "6934af4"
+
+
+def reservations(file: ResultFile) -> str:
+    """What holds for the commit that was measured and no longer; "" where nothing does."""
+    found = []
+    if any(row["commit"].startswith(LAST_WITHOUT_16_BIT_DECODE) for row in file.rows):
+        found.append(
+            "At this commit a bf16 cache was read by the prefill kernel alone, which does not split"
+            " keys: those times are not what the decode kernel takes."
+        )
+    if any("no kernel" in row["status"] for row in file.rows):
+        found.append("`no kernel` holds for the commit that was measured.")
+    return " ".join(found)
+
+
 def serving_summary(file: ResultFile) -> str:
     """A line a model and tensor-parallel size, a column a KV cache dtype: what one step without
     prompts takes, and the tokens that fit."""
@@ -67,9 +84,11 @@ def serving_summary(file: ResultFile) -> str:
     work = file.rows[0]["workload"]
     return (
         f"Cells: a step of `{PLAIN}` (the mean of {work['steps_measured']}), and the tokens that "
-        f"fit into {work['kv_gib']:g} GiB.\n\n{table}"
+        f"fit into {work['kv_gib']:g} GiB. {reservations(file)}".rstrip()
+        + f"\n\n{table}"
     )
 
 
 def serving_table(file: ResultFile) -> str:
-    return markdown(SERVING_COLUMNS, serving_lines(file.rows))
+    table = markdown(SERVING_COLUMNS, serving_lines(file.rows))
+    return f"{reservations(file)}\n\n{table}".lstrip()

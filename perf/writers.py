@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from perf.command import begin, finish
+from perf.command import begin, choose, finish, keeper
 from perf.inputs import MAX_SETS, ROTATED_BYTES
-from perf.rows import OK, Machine, Measurement, make_row, make_workload, write_rows
+from perf.rows import OK, Machine, Measurement, make_row, make_workload
 from perf.timing import Contender, Timing, calls_per_graph, time_host, time_rotating, time_single
 
 OURS, BASELINE, COPY = "cute_kernels", "triton_baseline", "torch_copy"
@@ -48,18 +48,6 @@ class Benchmark(NamedTuple):
     make_arguments: Callable[[Any, torch.Generator], Any]
     bind: Callable[[str, Any], Callable[[], object]]
     check: Callable[[str, Any], Measurement]
-
-
-def select(cases: Sequence[Any], patterns: tuple[str, ...]) -> list[Any]:
-    """Cases whose name contains one of the patterns; all of them without any.
-
-    Raises:
-        ValueError: a pattern that no case matches.
-    """
-    for pattern in patterns:
-        if not any(pattern in case.name for case in cases):
-            raise ValueError(f"no case matches {pattern!r}; known: {[c.name for c in cases]}")
-    return [c for c in cases if not patterns or any(pattern in c.name for pattern in patterns)]
 
 
 def copies(case: Case, sets: int) -> tuple[Callable[[], object], ...]:
@@ -146,29 +134,31 @@ def print_report(rows: list[dict[str, Any]]) -> None:
 def command(
     module: str,
     about: str,
-    select_cases: Callable[[tuple[str, ...]], Sequence[Case]],
+    cases: Sequence[Case],
     benchmark: Benchmark,
 ) -> click.Command:
     """The command of a benchmark's module."""
 
     @click.command(help=about)
-    @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
+    @click.option("--cases", "patterns", multiple=True, metavar="TEXT", help="only these")
     @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
     @click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
     @click.option("--commit", help="what to record where there is no git repository")
+    @click.option("--list", "list_only", is_flag=True, help="print the cases and stop")
     def main(
-        cases: tuple[str, ...], json_path: str | None, rounds: int, commit: str | None
+        patterns: tuple[str, ...],
+        json_path: str | None,
+        rounds: int,
+        commit: str | None,
+        list_only: bool,
     ) -> None:
-        try:
-            chosen = select_cases(cases)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
+        chosen = choose(cases, patterns)
+        if list_only:
+            for case in chosen:
+                click.echo(case.name)
+            return
         machine = begin(module, commit)
-
-        def keep(rows: list[dict[str, Any]]) -> None:
-            if json_path:
-                write_rows(json_path, rows)
-
-        finish(run(benchmark, chosen, machine, rounds, keep), json_path, print_report)
+        rows = run(benchmark, chosen, machine, rounds, keeper(json_path))
+        finish(rows, json_path, print_report)
 
     return main

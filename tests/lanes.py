@@ -204,6 +204,12 @@ def _int32(x: Any) -> Any:
     return x
 
 
+def _quotient(x: Any, y: Any) -> Any:
+    if (np.broadcast_to((_values(x) < 0) | (_values(y) < 0), (WARP,)) & _active).any():
+        raise ValueError(f"a division of {x} by {y} takes negatives for large numbers")
+    return x // y
+
+
 def _over_the_warp(function: Callable) -> Callable:
     def reduce(x: Any) -> int:
         assert _active.all(), "a warp reduction in a branch that some lanes do not take"
@@ -241,6 +247,7 @@ _NAMES = {
         warp_min_b32=_over_the_warp(np.min),
         shuffle_from_lane=_from_lane,
         shuffle_up_or_zero=_up_or_zero,
+        quotient=_quotient,
         count_le=lambda x, y: _over_the_warp(np.sum)(x <= y),
     ),
     "_diverges": _diverges,

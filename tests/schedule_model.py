@@ -11,9 +11,14 @@ from typing import Any, NamedTuple
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from tests.lanes import Memory, device_functions
 
-plan = device_functions("cute_kernels/attention/common/tile_schedule.py", TILE_TOKENS=TILE_TOKENS)
-fixup = device_functions(
-    "cute_kernels/attention/decode_sm90/fixup.py", cta_of_tile=plan.cta_of_tile
+line_plan = device_functions("cute_kernels/attention/common/line.py")
+plan = device_functions(
+    "cute_kernels/attention/common/tile_schedule.py",
+    TILE_TOKENS=TILE_TOKENS,
+    start_of_cta=line_plan.start_of_cta,
+)
+parts_plan = device_functions(
+    "cute_kernels/attention/decode_sm90/parts.py", cta_of_tile=line_plan.cta_of_tile
 )
 UNLIMITED = plan.UNLIMITED
 
@@ -121,7 +126,7 @@ class Batch:
                 tile // plan.split_tiles(self.shape, segment.seq.tiles) if any(self.splits) else 0
             )
             own = SimpleNamespace(total=stretch.total, ctas=stretch.ctas, cta=cta)
-            slot = fixup.slot_to_write(self.shape, own, start, started, split)
+            slot = parts_plan.slot_to_write(self.shape, own, start, started, split)
             where = (cta, segment.b, segment.item, tile, segment.count, start)
             parts.append(Part(*where, segment.chunk, started, slot))
             head_set = segment.item % self.kv_heads

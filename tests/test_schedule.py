@@ -27,7 +27,7 @@ import pytest
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from tests.lanes import Memory
 from tests.requires import requires_module
-from tests.schedule_model import UNLIMITED, Batch, fixup, plan
+from tests.schedule_model import UNLIMITED, Batch, line_plan, parts_plan, plan
 
 hypothesis = requires_module("hypothesis")
 st = requires_module("hypothesis.strategies")
@@ -76,7 +76,7 @@ def check_owners(batch: Batch) -> None:
             assert stretch.gap == batch.gap
             tiles = {stretch.begin, stretch.begin + stretch.count - 1}
             tiles |= set(range(stretch.begin, stretch.begin + min(stretch.count, 200)))
-            assert {plan.cta_of_tile(tile, batch.total, ctas) for tile in tiles} == {cta}
+            assert {line_plan.cta_of_tile(tile, batch.total, ctas) for tile in tiles} == {cta}
 
 
 def check_partial_results(batch: Batch) -> None:
@@ -90,20 +90,20 @@ def check_partial_results(batch: Batch) -> None:
             assert len({part.cta for part in parts}) == 1
             continue
         assert {part.line_start for part in parts} == {start}
-        first = plan.cta_of_tile(start, batch.total, ctas)
-        last = plan.cta_of_tile(start + tiles - 1, batch.total, ctas)
+        first = line_plan.cta_of_tile(start, batch.total, ctas)
+        last = line_plan.cta_of_tile(start + tiles - 1, batch.total, ctas)
         begun = sum(part.started == 0 for part in parts)
         pieces = len(parts)
         if any(batch.splits):
             split = plan.split_tiles(batch.shape, tiles)
             assert pieces == -(-tiles // split)
-            assert begun == plan.splits_of_first_cta(first, start, split, batch.total, ctas)
+            assert begun == line_plan.splits_of_first_cta(first, start, split, batch.total, ctas)
         else:
             assert [part.cta for part in parts] == list(range(first, last + 1))
         assert {part.cta for part in parts if part.started == 0} == {first}
         assert all(first < part.cta <= last for part in parts[begun:])
-        found = fixup.parts_of(batch.shape, first, pieces, begun)
-        where = [fixup.slot_of_part(found, i) for i in range(found.count)]
+        found = parts_plan.parts_of(batch.shape, first, pieces, begun)
+        where = [parts_plan.slot_of_part(found, i) for i in range(found.count)]
         # what the first CTA has is one part
         assert [part.slot for part in parts[begun - 1 :]] == where
         assert first not in counters and not slots & set(where)

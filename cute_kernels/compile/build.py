@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from tqdm import tqdm
 
-from cute_kernels.compile.plans import all_units
+from cute_kernels.compile.plans import CompileUnit, all_units
 from cute_kernels.compile.pool import Outcome, compile_into, default_workers
 
 
@@ -29,6 +30,15 @@ def main(out: Path, target: tuple[str, ...], match: str, workers: int) -> None:
     units = [unit for unit in all_units(target or None) if re.search(match, unit.config.name)]
     if not units:
         raise click.ClickException(f"--match {match!r}: no variant has such a name")
+    build(units, out, workers)
+
+
+def build(units: Sequence[CompileUnit], out: Path, workers: int) -> None:
+    """Compile what is not there yet, with a progress bar and, at the end, how much it was.
+
+    Raises:
+        SystemExit: status 1 where a unit failed, after the reasons on stderr.
+    """
     with tqdm(total=len(units), unit="kernel", disable=None) as bar:
 
         def show(outcome: Outcome) -> None:

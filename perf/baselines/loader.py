@@ -13,26 +13,44 @@ from dataclasses import replace
 
 import torch
 
+from cute_kernels.arch import device_arch, on_device
 from cute_kernels.attention.arguments import AttentionProblem, validate
 from cute_kernels.attention.common.operands import UNLIMITED, run_planned
 from cute_kernels.attention.decode_sm90 import op
-from cute_kernels.attention.decode_sm90.config import TILE_TOKENS, box_tokens_for_page, make_config
+from cute_kernels.attention.decode_sm90.config import (
+    TILE_TOKENS,
+    DecodeConfig,
+    box_tokens_for_page,
+    make_config,
+)
+from cute_kernels.compile.errors import CompilerUnavailableError, UnplannedCompileError
 from perf.inputs import InputSet
 from perf.providers import varlen_arguments
 from perf.timing import Call
 
 ROWS = 8
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def loader_calls(sets: Sequence[InputSet]) -> tuple[Call, ...]:
-    """A call for each input set; none where the kernel cannot run."""
-    problems = [_problem(inputs) for inputs in sets]
-    if any(op.can_run(problem) is not None for problem in problems):
-        return ()
-    return tuple(_call(problem, inputs) for problem, inputs in zip(problems, sets, strict=True))
+def loader_config(head_size: int, q_dtype: str, page_size: int, kv_format: str) -> DecodeConfig:
+    """The variant for pages of so many tokens."""
+    box = box_tokens_for_page(page_size)
+    return make_config(head_size, ROWS, q_dtype, box, loader_only=True, kv_format=kv_format)
 
 
-def _problem(inputs: InputSet) -> AttentionProblem:
+def loader_calls(sets: Sequence[InputSet]) -> tuple[Call, ...] | str:
+    """A call for each input set, or why there are none."""
+    problems = [problem_of(inputs) for inputs in sets]
+    for problem in problems:
+        if (obstacle := op.can_run(problem)) is not None:
+            return obstacle
+    try:
+        return tuple(_call(problem, inputs) for problem, inputs in zip(problems, sets, strict=True))
+    except (CompilerUnavailableError, UnplannedCompileError) as error:
+        return f"{error}; `python -m perf.bundle` makes it"
+
+
+def problem_of(inputs: InputSet) -> AttentionProblem:
     """The same keys for as few rows as there can be."""
     batch, kv_heads = inputs.block_table.shape[0], inputs.k.shape[2]
     few = replace(
@@ -44,16 +62,15 @@ def _problem(inputs: InputSet) -> AttentionProblem:
     return validate(**varlen_arguments(few))
 
 
+def config_of(problem: AttentionProblem) -> DecodeConfig:
+    head_size, q_dtype = problem.q.shape[2], _DTYPES[problem.q.dtype]
+    return loader_config(head_size, q_dtype, problem.k.shape[1], problem.kv_format)
+
+
 def _call(problem: AttentionProblem, inputs: InputSet) -> Call:
-    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.q.dtype]
-    config = make_config(
-        problem.q.shape[2],
-        ROWS,
-        dtype,
-        box_tokens_for_page(problem.k.shape[1]),
-        loader_only=True,
-        kv_format=problem.kv_format,
-    )
+    config = config_of(problem)
+    device = problem.q.device
+    on_device(device, op.compiled, config, device_arch(device.index).target)
     # not written: the output's rows stay as they are
     out = inputs.out[: problem.q.shape[0], : problem.q.shape[1]]
 

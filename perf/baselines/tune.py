@@ -33,7 +33,8 @@ from perf.baselines.triton_decode import (
     visible_tokens,
     work_bucket,
 )
-from perf.cases import DecodeCase, select_cases
+from perf.cases import ALL_CASES, DecodeCase
+from perf.command import choose
 from perf.inputs import InputSet, KVPool, make_input_sets
 from perf.providers import MAX_RELATIVE_ERROR, triton_batch
 from perf.rows import describe_machine
@@ -118,7 +119,7 @@ def merge(entries: list[dict]) -> list[dict]:
 @click.option("--commit", help="what to record where there is no git repository")
 def main(out: str, cases: tuple[str, ...], commit: str | None) -> None:
     start = time.perf_counter()
-    chosen = select_cases(cases)
+    chosen = choose(ALL_CASES, cases)
     pool = KVPool(chosen, "cuda")
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     entries, report = [], []

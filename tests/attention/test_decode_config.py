@@ -131,15 +131,18 @@ def test_registers(config):
     warps = -(-config.threads // 32 * config.ctas_per_sm // 4)
     share = min(255, 16384 // warps // 32 // 8 * 8)
     # An estimate of what is alive at once: the output accumulators and the scores of a step.
-    accumulators = config.rows * config.head_size // (32 if config.warps_apart else 128)
-    scores = config.step_tiles * config.rows // 2
+    accumulators = (
+        config.rows * config.head_size // (32 if config.warps_apart else config.consumer_threads)
+    )
+    scores = config.step_tiles // config.warpgroups * config.rows // 2
     if config.consumer_registers:
-        assert config.threads == 256
-        assert PRODUCER_REGISTERS + config.consumer_registers <= 2 * share
+        assert config.threads == config.consumer_threads + 128
+        held = PRODUCER_REGISTERS + config.warpgroups * config.consumer_registers
+        assert held <= (1 + config.warpgroups) * share
         assert PRODUCER_REGISTERS % 8 == config.consumer_registers % 8 == 0
         share = config.consumer_registers
     else:
-        assert config.threads == 160
+        assert config.threads == config.consumer_threads + 32
     assert accumulators + scores < share
 
 

@@ -50,11 +50,12 @@ def server_of(rows: int, bounds: Bounds) -> str:
     return server
 
 
+@pytest.mark.parametrize("kv_heads", (1, 2, 16))
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_partial_results_of_splits_fit_into_bounded_workspace(head_size):
+def test_partial_results_of_splits_fit_into_bounded_workspace(head_size, kv_heads):
     for rows in row_buckets(head_size):
         config = make_config(head_size, rows, "bf16", 64)
-        fixed = fixed_splits(config)
+        fixed = fixed_splits(config, kv_heads)
         assert 8 <= fixed.splits <= 64 and 1 <= fixed.least <= fixed.most
         part = 4 * rows * (head_size + 2)
         assert fixed.splits * config.ctas_per_sm * SM_COUNT * part < 300 << 20

@@ -22,7 +22,6 @@ def test_few_rows_over_nvfp4_take_the_decode_kernel_alone():
         {"max_seqlen_q": 32, "group": 8, "total_q": 128},
         {"batch": 1, "total_q": 512, "max_seqlen_q": 512, "kv_heads": 1},  # few items
         {"deterministic": True},
-        {"head_size": 512},
         {"keys": 1 << 17},  # too much memory
     ):
         found = route(bounds_of(kv_format="nvfp4", **fields), SM_COUNT)

@@ -12,6 +12,7 @@ from cute_kernels.attention.decode_sm90.config import (
     SMEM_BYTES_PER_CTA,
     SMEM_BYTES_PER_SM,
     TILE_TOKENS,
+    WARPGROUP_THREADS,
     DecodeConfig,
     make_config,
     smem_bytes,
@@ -98,7 +99,8 @@ def test_instructions(report, config):
 def test_a_slot_is_handed_back_behind_a_fence(report, config):
     """Without it the arrival is issued right behind the loads, and TMA may overtake them."""
     variant = compiled(report, config)
-    assert variant["arrivals"] == config.step_tiles * (1 if config.paired else 2)
+    keys = 0 if config.paired else config.step_tiles // config.warpgroups
+    assert variant["arrivals"] == config.step_tiles + keys
     assert variant["unfenced"] == 0
 
 
@@ -117,8 +119,10 @@ def test_setmaxnreg_moves_registers_that_the_cta_has(report, config):
     assert count(variant["opcodes"], "USETMAXREG.DEALLOC") == 1
     assert count(variant["opcodes"], "USETMAXREG.TRY_ALLOC") == 1
     # More than the launch gave the CTA would never be granted: the consumers would wait for ever.
-    assert config.threads == 256
-    assert PRODUCER_REGISTERS + config.consumer_registers <= 2 * variant["registers"]
+    groups = config.warpgroups
+    assert config.threads == (1 + groups) * WARPGROUP_THREADS
+    held = PRODUCER_REGISTERS + groups * config.consumer_registers
+    assert held <= (1 + groups) * variant["registers"]
     assert PRODUCER_REGISTERS % 8 == config.consumer_registers % 8 == 0
 
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from cute_kernels.attention.decode_sm90.config import box_tokens_for_page, row_bucket, support_table
+from cute_kernels.attention.arguments import validate
+from cute_kernels.attention.decode_sm90.config import (
+    KV_FORMATS,
+    box_tokens_for_page,
+    row_bucket,
+    support_table,
+)
 from perf.bench_load import Q_DTYPES, case_for, missed, summary
+from perf.inputs import KVPool, make_input_sets
+from perf.providers import varlen_arguments
 
 
 @pytest.mark.parametrize("config", support_table(), ids=lambda config: config.name)
@@ -14,6 +22,15 @@ def test_the_call_reaches_its_kernel(config):
     assert row_bucket(case.head_size, case.group * case.q_len) == config.rows
     assert box_tokens_for_page(case.page_size) == config.box_tokens
     assert case.q_dtype == Q_DTYPES[config.q_dtype] and case.head_size == config.head_size
+    assert case.kv_cache_dtype == config.kv_format
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_its_cache_has_the_kernels_format(kv_format):
+    config = next(config for config in support_table() if config.kv_format == kv_format)
+    case = case_for(config)
+    (inputs,) = make_input_sets(case, KVPool([case], "cpu"), count=1)
+    assert validate(**varlen_arguments(inputs)).kv_format == kv_format
 
 
 def row(name: str, load: float, extra: float) -> dict[str, object]:

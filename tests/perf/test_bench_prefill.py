@@ -11,6 +11,7 @@ from perf.cases import DecodeCase
 from perf.rows import OK, Machine, Measurement, fingerprint, make_row, make_workload
 from perf.timing import Timing
 from perf.traffic import flops
+from tests.perf.helpers import METHOD
 
 MACHINE = Machine("card", "driver", {"torch": "2"}, "commit", "command", "2026-11-30")
 
@@ -37,7 +38,7 @@ def test_a_prefill_is_not_compared_with_a_decode():
 
 def test_the_table_has_rates_and_reasons(capsys):
     case = CASES[0]
-    workload = make_workload(case, MACHINE, {})
+    workload = make_workload(case, MACHINE, METHOD)
     timing = Timing(1000.0, 900.0, 1100.0)
     rows = [
         make_row("cute_kernels", case, Measurement(OK, 1e-3, timing), workload, MACHINE, 4.0),
@@ -75,7 +76,7 @@ def test_the_cases_are_listed():
 
 def test_refusals(monkeypatch):
     done = CliRunner().invoke(main, ["--cases", "D96"])
-    assert done.exit_code == 2 and "no case matches; known: B1 S8192" in done.output
+    assert done.exit_code == 2 and "no case matches 'D96'; known: B1 S8192" in done.output
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(main, ["--cases", "D512"])
     assert done.exit_code == 1 and "needs a CUDA device" in done.output

@@ -11,13 +11,21 @@ import pytest
 import torch
 
 from cute_kernels import split_nvfp4
+from kvcache import can_run
 from perf import bench_serving, serving_inputs, trace
 from perf.bench_serving import CHECK_STEP, CONFIGS, DTYPES
 from perf.inputs import random_codes
 from perf.rows import OK, Measurement, check_row, make_row, make_workload
 from perf.sections import ResultFile
 from perf.serving_inputs import PAGE
-from perf.serving_sections import SERVING_COLUMNS, serving_lines, serving_summary
+from perf.serving_sections import (
+    LAST_WITHOUT_16_BIT_DECODE,
+    SERVING_COLUMNS,
+    reservations,
+    serving_lines,
+    serving_summary,
+    serving_table,
+)
 from perf.timing import Timing
 from perf.trace import Layers, Step, TraceSpec, Work
 from tests.perf.helpers import MACHINE, METHOD
@@ -239,7 +247,7 @@ def rows_of(status=OK):
             "gemma-4-31b", 2, "fp8", trace.PLAIN, part, tuple(facts.items())
         )
         workload = make_workload(case, MACHINE, METHOD)
-        result = Measurement(status, None, timing)
+        result = Measurement(status, 1e-3 if timing else None, timing)
         rows.append(make_row("cute_kernels", case, result, workload, MACHINE, 4.0, 10**9))
     return rows
 
@@ -274,6 +282,21 @@ def test_pools_hold_what_their_dtype_says():
     assert len(random_codes(4096, generator).unique()) == 254
 
 
+def test_what_no_longer_holds_is_said_of_the_commit_alone():
+    def said(status, commit):
+        rows = [row | {"commit": commit} for row in rows_of(status)]
+        file = ResultFile(Path("x.json"), "serving", "serving_x", "2026-01-02", rows)
+        texts = {
+            reservations(file) in text for text in (serving_table(file), serving_summary(file))
+        }
+        assert texts == {True}
+        return reservations(file)
+
+    assert said(OK, "abc") == ""
+    assert "prefill kernel alone" in said(OK, LAST_WITHOUT_16_BIT_DECODE + "282")
+    assert said("no kernel: nvfp4", "abc") == "`no kernel` holds for the commit that was measured."
+
+
 def test_the_summary_has_a_step_and_the_capacity_or_says_that_no_kernel_serves_it():
     for status, time in ((OK, "3500 us"), ("no kernel: nvfp4", "no kernel")):
         rows = rows_of(status)
@@ -282,3 +305,26 @@ def test_the_summary_has_a_step_and_the_capacity_or_says_that_no_kernel_serves_i
         text = serving_summary(file)
         assert text.splitlines()[-1] == f"| gemma-4-31b | 2 | {time}, {fits} |"
         assert "(the mean of 2)" in text and "40 GiB" in text
+
+
+def test_kernels_of_all_kinds_of_layers_are_told_once(monkeypatch):
+    layers = [small_layers("fp8")._replace(name=name) for name in ("sliding", "full")]
+    monkeypatch.setattr(bench_serving, "inputs_of", lambda layer, *others: [layer.name])
+    monkeypatch.setattr(bench_serving, "call_of", lambda part, inputs, dtype: (part, inputs))
+    ran = {"sliding": ["decode_256", "copy"], "full": ["decode_512", "copy"]}
+    monkeypatch.setattr(bench_serving, "kernels_of", lambda call: ran[call[1]])
+    step = Step(CHECK_STEP, 0)
+    found = bench_serving.kernels_in(layers, "fp8", step, "attention")
+    assert found == ["decode_256", "copy", "decode_512"]
+    monkeypatch.setattr(bench_serving, "kernels_of", lambda call: None)
+    assert bench_serving.kernels_in(layers, "fp8", step, "attention") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size"), ((n, t) for n in bench_serving.MODELS for t in (1, 8))
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_layer_has_a_kernel(name, tp_size, dtype):
+    """On SM90: what is compared is what quantizing is worth, not who has a kernel."""
+    for layer in trace.layers_of(model(name), dtype, tp_size):
+        assert can_run(replace(layer.config, page_size=PAGE)) is None

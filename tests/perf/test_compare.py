@@ -21,6 +21,8 @@ from perf.rows import write_rows
 from tests.perf.helpers import MACHINE, METHOD, SMALL, make_test_row, requires_module
 
 BASELINE = "triton_baseline"
+# The same machine and code on another day.
+LATER = replace(MACHINE, date="2026-01-09T00:00:00+00:00")
 
 
 def test_speedup_of_equal_workloads():
@@ -81,9 +83,7 @@ def test_pairs_within_a_run_and_between_runs():
     assert list(pairs([[ours, theirs], [newer, theirs]], "cute_kernels")) == [(ours, newer)]
 
 
-ELSEWHERE = replace(
-    MACHINE, driver="2", versions={"torch": "9", "triton": "3.6.0"}, gpu="Other GPU"
-)
+ELSEWHERE = replace(LATER, driver="2", versions={"torch": "9", "triton": "3.6.0"}, gpu="Other GPU")
 
 
 def test_only_what_is_allowed_of_two_machines_may_differ():
@@ -103,7 +103,9 @@ def test_the_work_may_never_differ():
     other = make_test_row(case=replace(SMALL, seed=9), machine=ELSEWHERE)
     with pytest.raises(NotComparable, match=r"differ in seed: 5 and 9$"):
         compare(make_test_row(), other, ("gpu", "driver", "versions"))
-    with pytest.raises(ValueError, match="'seed' may not differ; what may: gpu, driver, versions"):
+    with pytest.raises(
+        ValueError, match="'seed' may not differ; what may: gpu, driver, versions, cl"
+    ):
         compare(make_test_row(), other, ("seed",))
 
 
@@ -117,9 +119,11 @@ def test_cases_of_one_run_only():
 
 
 def test_rows_of_before_clocks_were_recorded_are_still_compared():
-    old, new = make_test_row(), make_test_row(machine=replace(MACHINE, clocks="SM up to 1980 MHz"))
-    del old["clocks"]
-    assert compare(old, new).speedup == 1.0
+    old, new = make_test_row(), make_test_row(machine=replace(LATER, clocks="SM up to 1980 MHz"))
+    del old["clocks"], old["sources"]
+    result = compare(old, new)
+    assert result.speedup == 1.0
+    assert result.machines == {"clocks": ("unknown", "SM up to 1980 MHz")}
 
 
 def test_what_ran_and_what_the_device_reached_come_with_the_times(tmp_path):
@@ -179,7 +183,7 @@ def test_cli_counts_what_it_skips(tmp_path):
 
 
 def test_cli_refuses_runs_with_other_libraries(tmp_path):
-    newer = make_test_row(machine=replace(MACHINE, versions={"torch": "9", "triton": "3.6.0"}))
+    newer = make_test_row(machine=replace(LATER, versions={"torch": "9", "triton": "3.6.0"}))
     done = run_cli(tmp_path, [make_test_row()], [newer])
     assert done.exit_code == 1
     assert "refused" in done.output
@@ -200,8 +204,14 @@ def test_cli_names_both_machines_and_what_it_leaves_out(tmp_path):
     allowed = ("--allow", "gpu", "--allow", "driver", "--allow", "versions")
     done = run_cli(tmp_path, [make_test_row(), gone], [newer], options=allowed)
     assert done.exit_code == 0
-    assert "Test GPU, driver 1.2, unknown, commit 0123456789abcdef, 2026-01-02" in done.output
-    assert "Other GPU, driver 2, unknown, commit 0123456789abcdef, 2026-01-02" in done.output
+    assert (
+        "Test GPU, driver 1.2, unknown, commit 0123456789abcdef, sources unknown, 2026-01-02"
+        in done.output
+    )
+    assert (
+        "Other GPU, driver 2, unknown, commit 0123456789abcdef, sources unknown, 2026-01-09"
+        in done.output
+    )
     assert "the machines differ in driver: '1.2' and '2'; gpu: " in done.output
     assert f"in one run only: {gone['case']}" in done.output
     assert "2.00" in done.output
@@ -217,7 +227,7 @@ def test_cli_says_what_is_no_result_file(tmp_path):
 
 @pytest.mark.parametrize(("within", "status"), (("5.1", 0), ("4.9", 1)))
 def test_cli_says_whether_two_runs_agree(tmp_path, within, status):
-    old, new = [make_test_row(median=105.0)], [make_test_row(median=100.0)]
+    old, new = [make_test_row(median=105.0)], [make_test_row(median=100.0, machine=LATER)]
     done = run_cli(tmp_path, old, new, options=("--within", within))
     assert done.exit_code == status
     line = f"not within 4.9 %: {SMALL.name}: 1.050 times as fast"

@@ -10,6 +10,7 @@ from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
 from perf import flex_peer
 from perf.inputs import InputSet
+from perf.peers import Refusal
 from perf.providers import varlen_arguments
 
 PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 2, 32
@@ -96,7 +97,29 @@ def test_the_call_is_attention(case):
 
 
 def test_a_quantized_cache_is_refused():
+    """As a refusal, which is no failure of the benchmark."""
     inputs = make_inputs(*CASES["decode"])
     fp8 = InputSet(**{**vars(inputs), "k": inputs.k.to(torch.float8_e4m3fn)})
-    with pytest.raises(ValueError, match="queries' dtype, this one is torch.float8_e4m3fn"):
+    with pytest.raises(Refusal, match="queries' dtype, this one is torch.float8_e4m3fn"):
         flex_peer.torch_flex_attention(fp8, flex_attention)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_call_has_its_own_pages_and_too_many_are_refused(case, monkeypatch):
+    """torch's decode template takes 31 bits of elements; here as many as the call's pages have."""
+    inputs = make_inputs(*case)
+    pages = sum(-(-length // PAGE) for length in case[2])
+    own = flex_peer.with_own_pool(inputs)
+    assert own.k.shape[0] == pages < inputs.k.shape[0]
+    for b, length in enumerate(case[2]):
+        count = -(-length // PAGE)
+        for side in ("k", "v"):
+            found = getattr(own, side)[own.block_table[b, :count].long()]
+            assert torch.equal(found, getattr(inputs, side)[inputs.block_table[b, :count].long()])
+    monkeypatch.setattr(flex_peer, "MAX_ELEMENTS", own.k.numel())
+    flex_peer.torch_flex_attention(inputs, flex_attention)()
+    want = attention_reference(validate(**varlen_arguments(inputs)), torch.float64)[0]
+    assert (inputs.out.double() - want).norm() / want.norm() < 6e-3
+    monkeypatch.setattr(flex_peer, "MAX_ELEMENTS", own.k.numel() - 1)
+    with pytest.raises(Refusal, match="elements of K"):
+        flex_peer.torch_flex_attention(inputs, flex_attention)

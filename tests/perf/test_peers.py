@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from perf import peers, providers
+from perf import bench_decode, peers, providers, report
 from perf.inputs import CODE_RMS, KVPool, make_input_sets
 from perf.providers import PROVIDERS, Provider
 from perf.verify import verify
@@ -58,8 +58,17 @@ def test_one_scale_is_one_and_belongs_to_the_workload():
 
 
 def test_scales_that_differ_are_refused_by_peers_that_read_one():
-    with pytest.raises(ValueError, match="takes one scale, this workload has 6: use --one-scale"):
+    reason = "takes one scale, this workload has 6: use --one-scale"
+    with pytest.raises(peers.Refusal, match=reason):
         peers.one_scale(inputs_of(SMALL).k_descale)
+
+    def bind(inputs):
+        peers.one_scale(inputs.k_descale)
+
+    (result,) = bench_decode.check(
+        SMALL, [Provider("a_peer", "torch", bind)], KVPool([SMALL], "cpu")
+    ).values()
+    assert result.status == f"refuses: {reason}"
 
 
 def test_who_wants_to_be_named():
@@ -81,6 +90,51 @@ def test_vllms_fa4_takes_what_it_is_given():
     taken = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
     given = providers.varlen_arguments(inputs_of(SMALL))
     assert {*given, "fa_version", "out"} <= taken
+
+
+def test_constants_of_vllms_triton_backend_are_its_own():
+    """From its source: the module imports all of vLLM, which a GPU host need not have."""
+    requires_module("vllm")
+    folder = Path(find_spec("vllm").origin).parent / "v1/attention/backends"
+    tree = ast.parse((folder / "triton_attn.py").read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    found = {node.targets[0].id: node.value for node in assigned}
+    for name, value in peers.VLLM_TRITON.items():
+        assert ast.literal_eval(found[name]) == value
+
+
+def refusals(provider):
+    """What a bench says of a provider on a small case."""
+    case = replace(SMALL, kv_cache_dtype="bf16")
+    (result,) = bench_decode.check(case, [provider], KVPool([case], "cpu")).values()
+    return result.status
+
+
+def test_a_part_that_is_missing_is_not_installed():
+    """As where only vLLM's Triton kernel is there: no failure of ours or theirs."""
+
+    def bind(inputs):
+        raise ModuleNotFoundError("No module named 'vllm.vllm_flash_attn'")
+
+    status = refusals(Provider("a_peer", "torch", bind, kv_cache_dtypes=("bf16",)))
+    assert status == "not installed: No module named 'vllm.vllm_flash_attn'"
+    rows = [{"provider": "a_peer", "status": status}]
+    assert report.absent_providers(rows) == {"a_peer": status}
+
+
+def test_what_torch_compile_needs_is_looked_for(monkeypatch):
+    flex = BY_NAME["torch_flex_attention"]
+    monkeypatch.setattr(providers, "find_spec", lambda name: None if name == "triton" else object())
+    assert refusals(flex) == "not installed: torch.compile needs triton"
+    monkeypatch.setattr(providers, "find_spec", lambda name: object())
+    monkeypatch.setattr(providers, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    compiler = "not installed: torch.compile needs a C compiler, found no "
+    assert refusals(flex) == f"{compiler}cc, gcc or clang"
+    monkeypatch.setenv("CC", "icx")
+    assert refusals(flex) == f"{compiler}icx"
+    monkeypatch.setattr(providers, "which", lambda name: name == "icx")
+    assert flex.why_not("bf16") is None
 
 
 @pytest.mark.parametrize("name", ("vllm_triton", "flashinfer_xqa"))

@@ -17,7 +17,7 @@ from perf.sections import ResultFile
 from tests.perf.helpers import MACHINE, SMALL, make_test_row, requires_module
 
 BASELINE = "triton_baseline"
-LATER = replace(MACHINE, driver="2", commit="fedcba987654321-dirty")
+LATER = replace(MACHINE, driver="2", commit="fedcba987654321-dirty", date="2026-01-03T00:00:00")
 
 
 @pytest.fixture
@@ -56,7 +56,8 @@ def test_what_is_committed_is_what_the_results_give(monkeypatch):
 
 def test_another_number_in_a_result_makes_the_pages_and_a_plot_stale(copy):
     file = newest(copy, "prefill")
-    file.rows[0]["median_us"] *= 2
+    for name in ("min_us", "median_us", "max_us"):
+        file.rows[0][name] *= 2
     write_rows(file.path, file.rows)
     done = run(copy, "--check")
     assert done.exit_code == 1
@@ -159,14 +160,23 @@ def test_the_newest_file_is_shown_beside_the_one_before(copy):
     assert "The machines differ in: driver: '1.2' and '2'." in between
     assert f"In one run only: {gone.name}." in between
     assert "driver 2; unknown; torch 2.11.0, triton 3.6.0; commit fedcba987654321-dirty" in page
-    write_rows(results / "2026-01-03_decode_x.json", [make_test_row(case=other)])
+    write_rows(results / "2026-01-03_decode_x.json", [make_test_row(case=other, machine=LATER)])
     page = render.document(render.find(results), results)
     assert f"Refused: {SMALL.name}: the workloads differ in seed: 5 and 99." in page
 
 
+@pytest.mark.parametrize("day", ("2025-12-31", "2026-01-03", "2099-01-02"))
+def test_a_file_is_not_newer_or_older_than_its_rows(copy, day):
+    """The newest file is shown: one whose name is of another day would hide those to come."""
+    write_rows(copy / render.RESULTS / f"{day}_decode_x.json", [make_test_row()])
+    done = run(copy, "--check")
+    assert done.exit_code == 1
+    assert f"{day}_decode_x.json: a row of 2026-01-02" in done.output
+
+
 def test_the_main_file_of_a_kind_goes_to_the_readme(copy):
     row = make_test_row(case=replace(SMALL, batch=77))
-    write_rows(copy / render.RESULTS / "2099-01-02_decode_partial_h200.json", [row])
+    write_rows(copy / render.RESULTS / "2026-01-02_decode_partial_h200.json", [row])
     assert newest(copy, "decode").label == "decode_h200"
     pages = render.texts(copy)
     assert row["case"] in pages[render.DOCUMENT] and row["case"] not in pages[render.README]

@@ -27,7 +27,7 @@ class Partial(NamedTuple):
 
     mState (slots, rows, 2) float32: the reference of its exponentials (log2 units), and their sum.
 
-    Which slots are whose: fixup.py. mCounter (ctas,) int32: arrivals and departures of the CTAs
+    Which slots are whose: parts.py. mCounter (ctas,) int32: arrivals and departures of the CTAs
     that share the item which CTA c begins; 0 between launches.
     """
 

@@ -26,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels import dsl
+from cute_kernels.attention.common.line import start_of_cta
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 
 TILE_SHIFT = TILE_TOKENS.bit_length() - 1
@@ -136,7 +137,7 @@ def split_tiles(shape: Shape, tiles: Int32) -> Int32:
     split = Int32(1)
     if shape.splits != 0:
         split = cutlass.min(cutlass.max((tiles + 7) >> 3, shape.split_least), shape.split_most)
-        split = cutlass.max(split, (tiles + (shape.splits - 1)) // shape.splits)
+        split = cutlass.max(split, dsl.quotient(tiles + (shape.splits - 1), shape.splits))
     return split
 
 
@@ -194,7 +195,7 @@ def segment_at(
     if shape.splits != 0:
         most = split_tiles(shape, seq.tiles)
     count = cutlass.min(seq.tiles - tile, most)
-    chunk_index = item // shape.head_sets
+    chunk_index = dsl.quotient(item, shape.head_sets)
     head = (item - chunk_index * shape.head_sets) * shape.abreast + shape.place
     chunk = chunk_of(seq, shape, chunk_index, tile, count, rows)
     low = cutlass.max(seq.used - seq.q_len - shape.window_left, Int32(0))
@@ -207,7 +208,7 @@ def next_item(segment: Segment, shape: Shape, step: Int32):
     have equally many."""
     items = segment.seq.chunks * shape.head_sets
     item = segment.item + step
-    carry = item // items
+    carry = dsl.quotient(item, items)
     return segment.b + carry, item - carry * items
 
 
@@ -277,14 +278,15 @@ def _participants(
     an item: fewer partial results, and the heads of a page are read at the same time (H200, B64
     S8192 32/4 D512: 128 CTAs take 486 us, 132 take 498).
     """
-    limit = cutlass.max(cutlass.min(max_ctas, total // min_tiles), Int32(1))
+    limit = cutlass.max(cutlass.min(max_ctas, dsl.quotient(total, min_tiles)), Int32(1))
     ctas = limit
     if (uniform != 0) & (tiles > 0):
         candidate = cutlass.max(limit - cute.arch.lane_idx(), Int32(1))
-        length = total // candidate
+        length = dsl.quotient(total, candidate)
         fits = Int32(0)
         if (length * candidate == total) & (
-            (tiles - tiles // length * length == 0) | (length - length // tiles * tiles == 0)
+            (tiles - dsl.quotient(tiles, length) * length == 0)
+            | (length - dsl.quotient(length, tiles) * tiles == 0)
         ):
             fits = candidate
         fits = dsl.warp_max_b32(fits)
@@ -299,7 +301,7 @@ def _next_split(
 ):
     """(sequence, item, tile, distance) of the first split that begins at a tile or behind it."""
     split = split_tiles(shape, tiles)
-    start = (tile + (split - 1)) // split * split
+    start = dsl.quotient(tile + (split - 1), split) * split
     skip = start - tile
     if start >= tiles:
         skip = tiles - tile + gap
@@ -312,36 +314,24 @@ def _next_split(
 
 
 @cute.jit
-def start_of_cta(cta: Int32, total: Int32, ctas: Int32) -> Int32:
-    """Where a CTA's stretch begins on the line."""
-    quotient = total // ctas
-    return cta * quotient + cutlass.min(cta, total - quotient * ctas)
-
-
-@cute.jit
-def splits_of_first_cta(
-    first: Int32, line_start: Int32, split: Int32, total: Int32, ctas: Int32
-) -> Int32:
-    """How many splits of an item at ``line_start`` are those of the CTA that begins it."""
-    return (start_of_cta(first + 1, total, ctas) - line_start + (split - 1)) // split
-
-
-@cute.jit
 def stretch_of_cta(
     lengths: Lengths, shape: Shape, cta: Int32, max_ctas: Int32, rows: cutlass.Constexpr
 ) -> Stretch:
     """Where CTA ``cta`` of ``max_ctas`` starts and how many tiles it takes."""
     lane = cute.arch.lane_idx()
     total = Int32(0)
-    items = Int32(0)
+    all_items = Int32(0)
     most_work = Int32(0)
     least_work = Int32(0x7FFFFFFF)
     most_tiles = Int32(0)
     least_tiles = Int32(0x7FFFFFFF)
+    # Of a batch of up to 32 both walks over it look once: the start of a launch is bound by them.
+    work, tiles, items = _work(lengths, shape, lane, rows)
     for base in cutlass.range(0, shape.batch, 32, unroll=1):
-        work, tiles, own_items = _work(lengths, shape, base + lane, rows)
+        if base > 0:
+            work, tiles, items = _work(lengths, shape, base + lane, rows)
         total = total + work
-        items = items + own_items
+        all_items = all_items + items
         if work > 0:
             most_work = cutlass.max(most_work, work)
             least_work = cutlass.min(least_work, work)
@@ -358,10 +348,10 @@ def stretch_of_cta(
     gap = Int32(0)
     if uniform == 0:
         gap = shape.gap
-        total = total + gap * dsl.warp_sum_b32(items)
+        total = total + gap * dsl.warp_sum_b32(all_items)
 
     begin = start_of_cta(cta, total, ctas)
-    quotient = total // ctas
+    quotient = dsl.quotient(total, ctas)
     remainder = total - quotient * ctas
     count = quotient
     if cta < remainder:
@@ -371,7 +361,7 @@ def stretch_of_cta(
 
     item_step = Int32(1)
     if (uniform != 0) & (most_work * shape.batch == total) & (count > most_tiles):
-        if (remainder == 0) & (quotient - quotient // most_tiles * most_tiles == 0):
+        if (remainder == 0) & (quotient - dsl.quotient(quotient, most_tiles) * most_tiles == 0):
             # Whole items, several a CTA: deal them round-robin, so that the CTAs read the KV
             # heads of one page, which lie side by side in memory, at the same time.
             item_step = ctas
@@ -384,7 +374,8 @@ def stretch_of_cta(
     base = Int32(0)
     searching = count
     while (base < shape.batch) & (searching > 0):
-        work, tiles, items = _work(lengths, shape, base + lane, rows)
+        if shape.batch > 32:
+            work, tiles, items = _work(lengths, shape, base + lane, rows)
         work = work + gap * items
         end = line + inclusive_scan(work, lane)
         owner = dsl.count_le(end, begin)
@@ -395,7 +386,7 @@ def stretch_of_cta(
         if owner < 32:
             searching = Int32(0)
             b = base + owner
-            item = offset // (owner_tiles + gap)
+            item = dsl.quotient(offset, owner_tiles + gap)
             behind = offset - item * (owner_tiles + gap) - gap
             tile = cutlass.max(behind, Int32(0))
             skip = tile - behind
@@ -407,15 +398,3 @@ def stretch_of_cta(
         line = dsl.shuffle_from_lane(end, Int32(31))
         base = base + 32
     return Stretch(b, item, tile, count, begin, total, ctas, item_step, skip, gap)
-
-
-@cute.jit
-def cta_of_tile(tile: Int32, total: Int32, ctas: Int32) -> Int32:
-    """The CTA whose stretch holds a tile of the line (the inverse of ``stretch_of_cta``)."""
-    quotient = total // ctas
-    remainder = total - quotient * ctas
-    boundary = remainder * (quotient + 1)
-    cta = tile // (quotient + 1)
-    if tile >= boundary:
-        cta = remainder + (tile - boundary) // cutlass.max(quotient, Int32(1))
-    return cta

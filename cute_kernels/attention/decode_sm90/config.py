@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cute_kernels.attention.decode_sm90.residency import RESIDENCY
 from cute_kernels.formats import NVFP4_GROUP
 
 TILE_TOKENS = 64
@@ -56,6 +57,8 @@ class DecodeConfig:
         warpgroup that gives its own away (setmaxnreg); 0 for a single producer warp.
     loader_only: consumers only hand slots back. The read ceiling of perf/, not an attention.
     kv_format: one of ``KV_FORMATS``; what depends on it is a policy, see fragments.py.
+    warpgroups: of consumers. Two take two tiles a step: each scores one of them, and multiplies
+        both tiles' probabilities with its half of the head.
     """
 
     head_size: int
@@ -67,6 +70,7 @@ class DecodeConfig:
     consumer_registers: int = 0
     loader_only: bool = False
     kv_format: str = "fp8_e4m3"
+    warpgroups: int = 1
 
     @property
     def name(self) -> str:
@@ -125,11 +129,13 @@ class DecodeConfig:
         see that a warp's barrier orders the other lanes' reads before the one arrival, and reports
         them against the copies of block scales, which are the only writes to a slot that it
         follows. All lanes' arrivals cost nothing (H200: D128 91.5, D512 47.7 us either way)."""
-        return WARPGROUP_THREADS if self.block_scaled else 4
+        return WARPGROUP_THREADS if self.block_scaled else self.consumer_warps
 
     @property
     def step_tiles(self) -> int:
         """Tiles that share one softmax exchange: small tiles are bound by its latency."""
+        if self.warpgroups > 1:
+            return self.warpgroups
         if self.warps_apart:
             return 1
         if self.block_scaled and self.head_size == 256 and self.rows == 8:
@@ -140,9 +146,9 @@ class DecodeConfig:
     @property
     def chains(self) -> int:
         """Independent accumulators of a tile's scores: at 8 rows four a step hide the latency of
-        mma.sync. Where warps are apart others do, and D128 needs the registers (H200, from L2:
-        90.0 -> 86.7 us)."""
-        if self.uses_wgmma or (self.warps_apart and self.head_size == 128):
+        mma.sync. Where warps are apart others do (H200, B32 S8192 64/8 nvfp4, one chain against
+        four: 91.7 of 92.0 us at D128, 55.8 of 56.9 at D64)."""
+        if self.uses_wgmma or self.warps_apart:
             return 1
         return 2 if self.block_scaled and self.head_size == 512 else 4 // self.step_tiles
 
@@ -153,14 +159,42 @@ class DecodeConfig:
         return 0 if self.block_scaled and self.head_size == 512 and self.rows == 32 else 1
 
     @property
+    def loads_first(self) -> bool:
+        """Whether a warp reads all that it needs of a tile before the first product: the slot is
+        handed back, and loaded anew, while products are made."""
+        return self.uses_wgmma and self.kv_format == "fp8_e4m3"
+
+    @property
+    def values_overlap(self) -> bool:
+        """Whether a step's last products with V may be in flight until the next step's first ones
+        with K. ptxas serializes all of them where a warpgroup may have no tile to score, and where
+        a step has two tiles of a single load."""
+        if self.warpgroups > 1 or (self.head_size == 64 and self.step_tiles > 1):
+            return False
+        return self.loads_first
+
+    @property
     def parts_in_flight(self) -> int:
-        """Parts of an item whose loads a thread has in flight while it combines them (fixup.py): as
-        many as its registers hold."""
-        return 4 if self.ctas_per_sm >= 4 else 8
+        """Parts of an item that a thread addresses side by side: as its registers allow."""
+        return 1 if self.ctas_per_sm >= 4 else 4
+
+    @property
+    def consumer_threads(self) -> int:
+        return self.warpgroups * WARPGROUP_THREADS
+
+    @property
+    def consumer_warps(self) -> int:
+        return 4 * self.warpgroups
+
+    @property
+    def fold_bytes(self) -> int:
+        """For what a CTA folded of an item's earlier splits, where that costs no ring slot."""
+        apart = self.rows == 8 and not self.block_scaled
+        return 4 * (self.rows * self.head_size + 4 * WARPGROUP_THREADS) if apart else 0
 
     @property
     def threads(self) -> int:
-        return WARPGROUP_THREADS + (WARPGROUP_THREADS if self.consumer_registers else 32)
+        return self.consumer_threads + (WARPGROUP_THREADS if self.consumer_registers else 32)
 
     @property
     def head_bytes(self) -> int:
@@ -169,8 +203,8 @@ class DecodeConfig:
 
     @property
     def value_units(self) -> int:
-        """16-byte units of a token's V that one of the four consumer warps reads."""
-        return self.head_bytes // 64
+        """16-byte units of a token's V that one of the consumer warps reads."""
+        return self.head_bytes // (16 * self.consumer_warps)
 
     @property
     def heads_in_line(self) -> int:
@@ -227,9 +261,10 @@ def smem_bytes(config: DecodeConfig) -> int:
     ring = config.stages * config.stage_bytes
     queries = rows * head_size * 2 if config.queries_in_smem else 0
     # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items, plan
-    tables = rows * (4 * 4 + 4 * 4 + 4 + 8 + 4 * 4) + 64 + 32
+    tables = rows * (3 * 4 * config.consumer_warps + 4 + 8) + 64 + 32
     barriers = 2 * 8 * config.stages
-    parts = (config.exchange_bytes, queries, config.scale_table_bytes, tables, barriers)
+    exchange = config.exchange_bytes + config.fold_bytes
+    parts = (exchange, queries, config.scale_table_bytes, tables, barriers)
     return ring + sum(parts) + 3 * 1024
 
 
@@ -240,70 +275,7 @@ def _stages_within(config: DecodeConfig) -> int:
     return (budget - fixed) // (config.stage_bytes + 16)
 
 
-# (head size, rows) -> (CTAs per SM, consumer registers by setmaxnreg or 0).
-#
-# One consumer warpgroup hides the latency of a 64-token tile only when the tile is large: small
-# tiles want more CTAs beside each other. An SM partition of 16384 registers then holds 2, 3, 4 or
-# 5 warps of 1, 2, 3 or 4 CTAs, which caps a thread at 255, 168, 128 or 96 registers; where the
-# accumulators need more, the producer becomes a warpgroup that gives its registers away.
-_RESIDENCY_FP8 = {
-    (512, 8): (1, 0),
-    (512, 16): (1, 0),
-    (512, 32): (1, 0),
-    (256, 8): (2, 0),
-    (256, 16): (2, 0),
-    (256, 32): (2, 216),
-    (128, 8): (2, 0),
-    (128, 16): (2, 0),
-    (128, 32): (2, 0),
-    (128, 64): (2, 216),
-    (64, 8): (2, 0),
-    (64, 16): (2, 0),
-    (64, 32): (2, 0),
-    (64, 64): (2, 216),
-}
-# NVFP4 is bound by the issue of instructions, not by loads: it wants more warps, as long as nothing
-# spills. The best of what was tried on an H200 (perf/NOTES.md); for (256, 16), (256, 32), (64, 16)
-# and (64, 32) what compiles without spills.
-_RESIDENCY_NVFP4 = {
-    (512, 8): (2, 0),
-    (512, 16): (2, 216),
-    (512, 32): (2, 216),
-    (256, 8): (3, 0),
-    (256, 16): (2, 216),
-    (256, 32): (2, 216),
-    (128, 8): (4, 0),
-    (128, 16): (2, 0),
-    (128, 32): (2, 0),
-    (128, 64): (2, 216),
-    (64, 8): (4, 0),
-    (64, 16): (3, 0),
-    (64, 32): (3, 0),
-    (64, 64): (2, 216),
-}
-# A tile of 16 bits is twice as large as one of FP8, so that half the CTAs keep as much in flight.
-_RESIDENCY_16_BITS = {
-    (512, 8): (1, 0),
-    (512, 16): (1, 0),
-    (512, 32): (1, 0),
-    (256, 8): (1, 0),
-    (256, 16): (1, 0),
-    (256, 32): (1, 0),
-    (128, 8): (1, 0),
-    (128, 16): (2, 0),
-    (128, 32): (2, 0),
-    (128, 64): (2, 216),
-    (64, 8): (2, 0),
-    (64, 16): (2, 0),
-    (64, 32): (2, 0),
-    (64, 64): (2, 216),
-}
-_RESIDENCY = {
-    "fp8_e4m3": _RESIDENCY_FP8,
-    "nvfp4": _RESIDENCY_NVFP4,
-    "bf16": _RESIDENCY_16_BITS,
-    "fp16": _RESIDENCY_16_BITS,
-}
+MAX_SPLITS = 64  # of an item
 _MAX_SPLIT_ELEMENTS = 1 << 18
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608
@@ -318,9 +290,9 @@ def make_config(
     kv_format: str = "fp8_e4m3",
 ) -> DecodeConfig:
     """The tuned variant for a head size, row bucket, query dtype, TMA box and cache format."""
-    ctas, registers = _RESIDENCY[kv_format][head_size, rows]
+    ctas, registers, *two = RESIDENCY[kv_format][head_size, rows]
     draft = DecodeConfig(
-        head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format
+        head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format, *two
     )
     stages = min(_stages_within(draft), _MAX_RING_BYTES_PER_SM // ctas // draft.stage_bytes)
     return replace(draft, stages=stages)
@@ -349,16 +321,17 @@ class FixedSplits(NamedTuple):
     most: int = 0
 
 
-def fixed_splits(config: DecodeConfig) -> FixedSplits:
+def fixed_splits(config: DecodeConfig, kv_heads: int) -> FixedSplits:
     """A function of what all sequences of a launch have in common, and not of their number.
 
     A split's first and last tile cost 1 to 2 us: splits have 256 KiB of an FP8 cache at least
-    (H200, 2026-11-30: perf/NOTES.md; 8 tiles cost 8 to 14 % where 16 cost 2 to 5).
+    (H200, 2026-11-30: perf/NOTES.md); a single KV head's items are few, so theirs have half.
     """
     least = 2048 // config.head_size
     # Partial results of so many splits a CTA are kept.
-    splits = min(64, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
-    return FixedSplits(splits, least, max(16, least))
+    splits = min(MAX_SPLITS, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
+    most = 8 if kv_heads == 1 and config.fold_bytes else 16
+    return FixedSplits(splits, least, max(most, least))
 
 
 def row_bucket(head_size: int, packed_rows: int) -> int:

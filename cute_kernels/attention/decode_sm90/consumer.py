@@ -24,9 +24,10 @@ from cute_kernels.attention.common.tile_schedule import (
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
-from cute_kernels.attention.decode_sm90.fixup import Fixup, slot_to_write
+from cute_kernels.attention.decode_sm90.fixup import Fixup
+from cute_kernels.attention.decode_sm90.parts import slot_to_write
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
-from cute_kernels.attention.decode_sm90.warps_apart import WarpsApart
+from cute_kernels.attention.decode_sm90.warps_apart import OwnTile, WarpsApart
 
 
 class Position(NamedTuple):
@@ -34,6 +35,11 @@ class Position(NamedTuple):
 
     slot: Int32
     phase: Int32
+
+
+def either(condition, a: Position, b: Position) -> Position:
+    """a where the condition holds, else b."""
+    return Position(*[cutlass.select_(condition, *pair) for pair in zip(a, b, strict=True)])
 
 
 class TileOfStep(NamedTuple):
@@ -77,6 +83,45 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         cute.arch.mbarrier_wait(self.ring.full + at.slot, at.phase)
         self.release(at.slot)
 
+    @cute.jit
+    def tiles_of_step(self, first: Int32, tile_end: Int32, at: Position):
+        """The tiles of the step that begins with tile ``first``, and the ring's position behind it.
+
+        Two warpgroups find the keys of both tiles first, then the values (producer.py)."""
+        config = self.config
+        if const_expr(config.warpgroups > 1):
+            other = self.after(at)
+            live = cutlass.Int32(first + 1 < tile_end)
+            v = either(live != 0, self.after(other), other)
+            v_other = self.after(v)
+            tiles = [
+                TileOfStep(first, Int32(1), at, v),
+                TileOfStep(first + 1, live, other, v_other),
+            ]
+            at = either(live != 0, self.after(v_other), v_other)
+        else:
+            tiles = []
+            for i in cutlass.range_constexpr(config.step_tiles):
+                v = at if const_expr(config.paired) else self.after(at)
+                # the last step may have one tile less
+                live = Int32(1)
+                if const_expr(i > 0):
+                    if first + i >= tile_end:
+                        live = Int32(0)
+                tiles.append(TileOfStep(first + i, live, at, v))
+                at = either(live != 0, self.after(v), at)
+        return tiles, at
+
+    def tiles_of_warp(self, tiles):
+        """Those of a step's tiles that the warp scores: all, or its warpgroup's."""
+        if self.config.warpgroups == 1:
+            return tiles
+        a, b = tiles
+        first = self.own_tile == 0
+        k, v = either(first, a.k, b.k), either(first, a.v, b.v)
+        index, live = [cutlass.select_(first, *pair) for pair in zip(a[:2], b[:2], strict=True)]
+        return [TileOfStep(index, live, k, v)]
+
     def view_of(self, seq: Sequence, chunk: Chunk) -> View:
         own = seq.used - seq.q_len
         own_first = own + query_token(self.shape, chunk.first_row)
@@ -101,6 +146,9 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         else:
             for i in cutlass.range_constexpr(4 * self.row_blocks):
                 rS[i] = Float32(dsl.NEG_INF)
+            if const_expr(self.config.uses_wgmma):
+                for i in cutlass.range_constexpr(2 * self.row_blocks):
+                    rScale[i] = Float32(1.0)
 
     @cute.jit
     def prepare_values(self, tile: TileOfStep, which: cutlass.Constexpr, seq: Sequence, low: Int32):
@@ -154,12 +202,16 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         if const_expr(config.uses_wgmma):
             self.mma.set(warpgroup.Field.ACCUMULATE, True)
         acc, state = self.make_state()
+        lags = self.make_lags() if config.warps_apart else None
+        scored = range(config.step_tiles // config.warpgroups)
         scores = [
-            cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32)
-            for _ in range(config.step_tiles)
+            cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32) for _ in scored
         ]
         rQ = cute.make_rmem_tensor((1 if config.queries_in_smem else config.head_size // 8,), Int32)
         rScale = cute.make_rmem_tensor((2,), Float32)
+        row_scales = None
+        if const_expr(config.uses_wgmma):
+            row_scales = [cute.make_rmem_tensor((2 * self.row_blocks,), Float32) for _ in scored]
         if const_expr(not config.loader_only):
             # before the first tile arrives, so it costs nothing
             self.write_rows_without_keys(output, lengths, cta, ctas)
@@ -171,6 +223,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         started = tile
         slot = Int32(0)
         phase = Int32(0)
+        offset = Int32(0)
         buffer = Int32(0)
         while at < end:
             if const_expr(config.heads_in_line > 1):
@@ -179,74 +232,83 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
             seq, chunk, head = segment.seq, segment.chunk, segment.head
             b = segment.b
             if const_expr(not config.loader_only):
-                # Before anything that waits: soon the tiles' loads fill all queues to DRAM.
-                queries = self.fetch_queries(mQ, seq, chunk, head)
-            k_scale, v_scale = descales_of(scales, b, head)
-            base_scale = scales.softmax_scale * k_scale * (dsl.LOG2_E * self.kv.magnitude)
+                # An item's next split finds them there.
+                if tile == started:
+                    # Before anything that waits: soon the tiles' loads fill all queues to DRAM.
+                    queries = self.fetch_queries(mQ, seq, chunk, head)
+                    k_scale, _ = descales_of(scales, b, head)
+                    base_scale = scales.softmax_scale * k_scale * (dsl.LOG2_E * self.kv.magnitude)
+                    self.publish_visible(seq, chunk)
+                    if const_expr(config.queries_in_smem):
+                        self.keep_queries_in_smem(mQ, queries, base_scale)
+                    else:
+                        self.keep_queries_in_registers(mQ, queries, rQ, rScale, base_scale)
+                self.reset(acc, state)
+                self.barrier()
+            _, v_scale = descales_of(scales, b, head)
             if const_expr(config.block_scaled):
                 v_scale = v_scale * self.kv.magnitude
-            if const_expr(not config.loader_only):
-                self.publish_visible(seq, chunk)
-                self.reset(acc, state)
-                if const_expr(config.queries_in_smem):
-                    self.keep_queries_in_smem(mQ, queries, base_scale)
-                else:
-                    self.keep_queries_in_registers(mQ, queries, rQ, rScale, base_scale)
-                self.barrier()
             view = self.view_of(seq, chunk)
+            if const_expr(config.warps_apart):
+                self.open_rows(state, lags)
+                plain_from, plain = self.plain_tiles(view.low, view.high)
             for t in cutlass.range(chunk.tile_begin, chunk.tile_end, config.step_tiles, unroll=1):
-                tiles = []
-                for i in cutlass.range_constexpr(config.step_tiles):
-                    k_at = Position(slot, phase)
-                    v_at = k_at if const_expr(config.paired) else self.after(k_at)
-                    # the last step may have one tile less
-                    live = Int32(1)
-                    if const_expr(i > 0):
-                        if t + i >= chunk.tile_end:
-                            live = Int32(0)
-                    if live != 0:
-                        slot, phase = self.after(v_at)
-                    tiles.append(TileOfStep(t + i, live, k_at, v_at))
-                if const_expr(config.loader_only):
-                    for i in cutlass.range_constexpr(config.step_tiles):
-                        if tiles[i].live != 0:
-                            self.discard(tiles[i].k)
-                            if const_expr(not config.paired):
-                                self.discard(tiles[i].v)
+                if const_expr(config.warps_apart and not config.loader_only):
+                    own = OwnTile(t, slot, phase, offset, plain_from, plain, segment.low, seq.used)
+                    p = self.own_probabilities(scores[0], rQ, rScale, acc, state, lags, own)
+                    self.own_values(acc, own, p)
+                    slot, phase = self.after(Position(slot, phase))
+                    offset = cutlass.select_(slot == 0, Int32(0), offset + config.stage_bytes)
                 else:
-                    for i in cutlass.range_constexpr(config.step_tiles):
-                        self.score_tile(scores[i], rQ, rScale, tiles[i], view)
-                    if const_expr(config.block_scaled):
-                        for i in cutlass.range_constexpr(config.step_tiles):
-                            self.prepare_values(tiles[i], i, seq, segment.low)
-                    if const_expr(config.warps_apart):
-                        operands = self.softmax_of_warp(scores, acc, state)
+                    tiles, at_ring = self.tiles_of_step(t, chunk.tile_end, Position(slot, phase))
+                    slot, phase = at_ring
+                    if const_expr(config.loader_only):
                         for i in cutlass.range_constexpr(config.step_tiles):
                             if tiles[i].live != 0:
-                                self.own_values(acc, tiles[i].v.slot, operands[i], i)
+                                self.discard(tiles[i].k)
+                                if const_expr(not config.paired):
+                                    self.discard(tiles[i].v)
                     else:
-                        self.softmax(scores, acc, state, buffer)
+                        own = self.tiles_of_warp(tiles)
+                        for i in cutlass.range_constexpr(len(own)):
+                            scale = rScale if const_expr(row_scales is None) else row_scales[i]
+                            self.score_tile(scores[i], rQ, scale, own[i], view)
+                        if const_expr(config.block_scaled):
+                            for i in cutlass.range_constexpr(config.step_tiles):
+                                self.prepare_values(tiles[i], i, seq, segment.low)
+                        self.softmax(scores, row_scales, acc, state, buffer)
                         for i in cutlass.range_constexpr(config.step_tiles):
                             self.add_values(acc, tiles[i], i, buffer, seq, segment.low)
                         buffer = buffer ^ 1
             if const_expr(not config.loader_only):
+                if const_expr(config.values_overlap):
+                    warpgroup.wait_group(0)
                 if const_expr(config.warps_apart):
-                    self.join_warps(acc, state)
+                    self.join_warps(acc, state, lags)
                 self.reduce_sums(state)
                 self.kv.pair_outputs(acc, self.row_blocks)
                 line_start = at - tile
                 ends = tile + segment.count == seq.tiles
                 split = Int32(0)
                 if shape.splits != 0:
-                    split = tile // split_tiles(shape, seq.tiles)
+                    split = dsl.quotient(tile, split_tiles(shape, seq.tiles))
                 plan = self.plan()
                 parts = self.parts_of_place(partial, plan)
                 slot_of_part = slot_to_write(shape, plan, line_start, started, split)
                 if (shape.splits != 0) & (started == 0) & (tile > 0):
-                    self.fold_into_registers(parts, acc, state, v_scale, chunk, slot_of_part)
+                    if const_expr(config.fold_bytes > 0):
+                        self.fold_kept(acc, state, v_scale)
+                    else:
+                        self.fold_into_registers(parts, acc, state, v_scale, chunk, slot_of_part)
                     v_scale = Float32(1.0)
+                goes_on = Int32(0)
+                if const_expr(config.fold_bytes > 0):
+                    if (started == 0) & (at + segment.count < end):
+                        goes_on = Int32(1)
                 if ends & (started == 0):
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
+                elif goes_on != 0:
+                    self.keep_fold(acc, state, v_scale)
                 else:
                     self.write_partial(parts, acc, state, v_scale, chunk, slot_of_part)
                     if ends | (at + segment.count >= end):
@@ -259,7 +321,6 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                 at = at + self.plan().gap
         if const_expr(not config.loader_only):
             parts = self.parts_of_place(partial, self.plan())
-            if (shared & 1) != 0:
-                self.finish(output, parts, Int32(0))
-            if (shared & 2) != 0:
-                self.finish(output, parts, Int32(1))
+            for which in cutlass.range(2, unroll=1):
+                if ((shared >> which) & 1) != 0:
+                    self.finish(output, parts, which)

@@ -18,13 +18,15 @@ from cute_kernels.attention.common.output import (
     store_lse,
 )
 from cute_kernels.attention.common.tile_schedule import Chunk, Sequence, Shape, query_token
-from cute_kernels.attention.decode_sm90.lane import ConsumerLane, Softmax
+from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS
+from cute_kernels.attention.decode_sm90.lane import NO_KEY, ConsumerLane, Softmax
 
 
 class Epilogue(ConsumerLane):
     @cute.jit
     def reduce_sums(self, state: Softmax):
-        """Row sums over all tokens; afterwards every lane of a row holds the same sum."""
+        """Row sums over all tokens; afterwards every lane of a row holds the same sum. A row that
+        has seen no key gets the maximum -inf."""
         for n in cutlass.range_constexpr(self.row_blocks):
             for r in cutlass.range_constexpr(2):
                 total = state.rSum[2 * n + r]
@@ -40,11 +42,13 @@ class Epilogue(ConsumerLane):
         self.barrier()
         for n in cutlass.range_constexpr(self.row_blocks):
             total = [Float32(0.0), Float32(0.0)]
-            for w in cutlass.range_constexpr(4):
+            for w in cutlass.range_constexpr(self.config.consumer_warps):
                 other = dsl.ld_shared_f32x2(self._warp_row(self.smem.row_sum, w, n))
                 total = [total[0] + other[0], total[1] + other[1]]
-            state.rSum[2 * n] = total[0]
-            state.rSum[2 * n + 1] = total[1]
+            for r in cutlass.range_constexpr(2):
+                state.rSum[2 * n + r] = total[r]
+                if state.rMax[2 * n + r] == NO_KEY:
+                    state.rMax[2 * n + r] = Float32(dsl.NEG_INF)
 
     @cute.jit
     def write_output(
@@ -115,6 +119,32 @@ class Epilogue(ConsumerLane):
                     if self.tid < 4:
                         i = 2 * n + r
                         dsl.st_global_f32x2(state_address, state.rMax[i], state.rSum[i])
+
+    @cute.jit
+    def keep_fold(self, acc: cute.Tensor, state: Softmax, v_scale: Float32):
+        """Keep what was folded of an item's splits, descaled, for ``fold_kept``: each thread its
+        own accumulators and state, in shared memory."""
+        at = self.smem.fold + self.tid * 16
+        for u in cutlass.range_constexpr(self.units):
+            elements = [acc[4 * u + i] * v_scale for i in range(4)]
+            dsl.st_shared_f32x4(at + u * (WARPGROUP_THREADS * 16), *elements)
+        dsl.st_shared_f32x4(
+            at + self.units * (WARPGROUP_THREADS * 16),
+            *(state.rMax[i] for i in range(2)),
+            *(state.rSum[i] for i in range(2)),
+        )
+
+    @cute.jit
+    def fold_kept(self, acc: cute.Tensor, state: Softmax, v_scale: Float32):
+        """acc, state = what was kept and the CTA's latest split; descaled."""
+        at = self.smem.fold + self.tid * 16
+        elements = [
+            dsl.ld_shared_f32x4(at + u * (WARPGROUP_THREADS * 16)) for u in range(self.units)
+        ]
+        states = dsl.ld_shared_f32x4(at + self.units * (WARPGROUP_THREADS * 16))
+        for r in cutlass.range_constexpr(2):
+            pairs = [(each[r], each[r + 2]) for each in elements]
+            self._fold_row(acc, state, v_scale, 0, r, (states[r], states[2 + r]), pairs)
 
     @cute.jit
     def fold_into_registers(

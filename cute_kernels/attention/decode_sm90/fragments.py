@@ -29,12 +29,12 @@ class RowFragments:
 
     def __init__(self, config: DecodeConfig, layout: TileLayout, lane, scale_table: Int32):
         self.config, self.layout, self.lane = config, layout, lane
-        self.value_loads = config.head_size // 64
+        self.value_loads = config.head_size // (16 * config.consumer_warps)
         ring = lane.ring.base.toint()
         token = layout.token_of(lane.g)
         self.k_address = (
             ring
-            + layout.row(16 * lane.warp)
+            + layout.row(16 * lane.quarter)
             + token * layout.row_bytes
             + ((lane.j ^ layout.swizzle_of(token)) * 16)
         )

@@ -25,6 +25,12 @@ from cute_kernels.attention.decode_sm90.config import DecodeConfig
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 
 
+def in_register(x: Int32) -> Int32:
+    """x, as a value that has a register: ptxas would compute an address of a lane anew from the
+    thread's index for every tile, which took 30 of a tile's 350 instructions at head size 128."""
+    return dsl.shuffle_xor_b32(x, Int32(0))
+
+
 class Nvfp4Fragments:
     """See the module, and ``Fp8Fragments`` for what the methods are.
 
@@ -91,16 +97,31 @@ class Nvfp4Fragments:
             to = to + quarter * 8
         self.own_table_to = to
         self.own_table_from = table + ((self.lane.g // 4) * 4 + self.lane.j) * row
-        self.own_table_bytes = 4 * words
+        self.dead_scales = scales + self.own_token() * self.scale_bytes
+        if self.whole_units:
+            unit = (self.lane.j ^ self.k_swizzle) * 16
+        else:
+            unit = ((self.lane.j >> 1) ^ self.k_swizzle) * 16 + (self.lane.j & 1) * 8
+        self.k_unit = in_register(self.k_row + unit)
+        self.k_scales = in_register(self.k_scales)
+        self.own_loads = [
+            in_register(self.own_row + ((2 * u + self.own_unit) ^ self.own_swizzle) * 16)
+            for u in range(self.own_units // 2)
+        ]
+        self.own_scales = in_register(self.own_scales)
+        if self.config.box_tokens > 16:  # else ptxas spills two of these
+            self.own_table_to = in_register(self.own_table_to)
+        self.own_table_from = in_register(self.own_table_from)
 
     def load_keys(self, slot: Int32, p: int, loaded):
+        return self.load_keys_at(slot * self.config.tile_bytes, p, loaded)
+
+    def load_keys_at(self, offset: Int32, p: int, loaded):
         """(words of both tokens, their scales as f16x2); a load serves two passes."""
         if p % 2 == 1:
             return loaded
-        offset = slot * self.config.tile_bytes
         if not self.whole_units:
-            j = self.lane.j
-            address = self.k_row + offset + (((j >> 1) ^ self.k_swizzle) * 16 + (j & 1) * 8)
+            address = self._half_unit(offset)
             words = (
                 dsl.ld_shared_b32x2(address),
                 dsl.ld_shared_b32x2(address + 8 * self.layout.row_bytes),
@@ -111,15 +132,26 @@ class Nvfp4Fragments:
         unit = (p // 2) % self.units_per_lane
         block = (p // 2) // self.units_per_lane
         scales = self._key_scales(offset, unit, block, loaded)
-        address = (
+        address = self._unit(offset, unit, block)
+        low = dsl.ld_shared_b32x4(address)
+        high = dsl.ld_shared_b32x4(address + 8 * self.layout.row_bytes)
+        return (low, high), [scales[0][unit], scales[1][unit]], scales
+
+    def _half_unit(self, offset: Int32) -> Int32:
+        if self.config.warps_apart:
+            return self.k_unit + offset
+        j = self.lane.j
+        return self.k_row + offset + (((j >> 1) ^ self.k_swizzle) * 16 + (j & 1) * 8)
+
+    def _unit(self, offset: Int32, unit: int, block: int) -> Int32:
+        if self.config.warps_apart:
+            return self.k_unit + offset
+        return (
             self.k_row
             + offset
             + block * self.layout.block_bytes
             + ((self.units_per_lane * self.lane.j + unit) ^ self.k_swizzle) * 16
         )
-        low = dsl.ld_shared_b32x4(address)
-        high = dsl.ld_shared_b32x4(address + 8 * self.layout.row_bytes)
-        return (low, high), [scales[0][unit], scales[1][unit]], scales
 
     def _key_scales(self, offset: Int32, unit: int, block: int, loaded):
         """Of both tokens, per unit of the block: the scales of its two groups."""
@@ -162,8 +194,6 @@ class Nvfp4Fragments:
 
     def first_token(self) -> Int32:
         """Of a tile: the first of the two tokens whose V scales the lane puts into the table."""
-        if self.config.warps_apart:
-            return 16 * self.lane.warp + 2 * (self.lane.lane % 8)
         return 2 * self.lane.lane
 
     def prepare_values(self, slot: Int32, which: int, kept):
@@ -172,9 +202,6 @@ class Nvfp4Fragments:
         kept: for each of the two, all bits or none: scales of tokens that no row may see become 0.
         """
         offset = slot * self.config.tile_bytes
-        if self.config.warps_apart:
-            self._prepare_own_values(offset, which, kept)
-            return
         address = self.v_scales + offset
         table = self.table_to + which * (self.groups * 128)
         load, words = (dsl_nvfp4.ld_shared_b16, 1)
@@ -191,13 +218,25 @@ class Nvfp4Fragments:
                     dsl.st_shared_b32(table + (4 * i + 2 * pair + z) * 128, scales[z])
         cute.arch.sync_warp()
 
-    def _prepare_own_values(self, offset: Int32, which: int, kept):
+    def own_token(self) -> Int32:
+        """Of a tile: the token whose V scales the lane clears if they are dead."""
+        return 16 * self.lane.warp + self.lane.lane % 16
+
+    def clear_own_scales(self, offset: Int32):
+        """All of one token's, where they came from the cache: TMA may write here once the slot has
+        been handed back, behind a proxy fence."""
+        at = self.dead_scales + offset
+        for i in range(self.scale_bytes // 4):
+            dsl.st_shared_b32(at + 4 * i, Int32(0))
+
+    def prepare_own_values(self, offset: Int32):
+        """V scales of the warp's tokens of a tile into its table: a lane takes a pair of tokens."""
         address = self.own_scales + offset
-        table = self.own_table_to + which * self.own_table_bytes
+        table = self.own_table_to
         load = dsl_nvfp4.ld_shared_u8 if self.own_units == 2 else dsl_nvfp4.ld_shared_b16
-        first = load(address) & kept[0]
-        second = load(address + self.scale_bytes) & kept[1]
-        both = dsl_nvfp4.permute_bytes(first, second, Int32(0x5140))
+        both = dsl_nvfp4.permute_bytes(
+            load(address), load(address + self.scale_bytes), Int32(0x5140)
+        )
         if self.own_units == 2:
             dsl.st_shared_b32(table, dsl_nvfp4.e4m3x2_to_f16x2(both))
         else:
@@ -215,13 +254,11 @@ class Nvfp4Fragments:
         far = dsl.ldmatrix_x4_trans(address + self.layout.second_half)
         return (near, far), [dsl.ld_shared_b32x4(table + 16 * half) for half in range(2)]
 
-    def load_own_values(self, slot: Int32, u: int, which: int):
+    def load_own_values(self, offset: Int32, u: int):
         """Of units 2 u and 2 u + 1: (words of the warp's first 8 tokens and of its others, for the
         first unit, then for the second; scales likewise)."""
-        base = self.own_row + slot * self.config.tile_bytes
-        words = dsl.ldmatrix_x4_trans(base + (((2 * u + self.own_unit) ^ self.own_swizzle) * 16))
-        table = self.own_table_from + which * self.own_table_bytes + 16 * u
-        return words, dsl.ld_shared_b32x4(table)
+        words = dsl.ldmatrix_x4_trans(self.own_loads[u] + offset)
+        return words, dsl.ld_shared_b32x4(self.own_table_from + 16 * u)
 
     def own_value_operands(self, loaded, unit: int):
         """A of one of a load's two units, for each of its two blocks."""

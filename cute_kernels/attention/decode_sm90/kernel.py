@@ -5,11 +5,11 @@ Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_
 D / 16 block scales by strides of their own); page_size a multiple of the variant's ``box_tokens``.
 A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
 
-One CTA is a producer warp and a consumer warpgroup around a ring of 64-token tiles in shared
-memory: the producer loads K and V by TMA, the consumers multiply, out of registers in which what
-has less than 16 bits becomes fp16 (consumer.py says how). Work is dealt in equal stretches of tiles
-(common/tile_schedule.py); an item that several CTAs share is finished by them together at the end
-of the same launch (fixup.py).
+One CTA is a producer warp and one or two consumer warpgroups around a ring of 64-token tiles in
+shared memory: the producer loads K and V by TMA, the consumers multiply, out of registers in which
+what has less than 16 bits becomes fp16 (consumer.py says how). Work is dealt in equal stretches of
+tiles (common/tile_schedule.py); an item that several CTAs share is finished by them together at the
+end of the same launch (fixup.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from cute_kernels.attention.decode_sm90.producer import (
     TmaOperand,
 )
 
-PRODUCER_WARP = 4
 # CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
 COOPERATIVE = True
 
@@ -224,10 +223,10 @@ class DecodeSm90:
             dsl.st_shared_b32x4(plan, stretch.total, stretch.ctas, stretch.item_step, cta)
             dsl.st_shared_b32x2(plan + 16, shape.place, stretch.gap)
         cute.arch.sync_threads()
-        if warp >= PRODUCER_WARP:
+        if warp >= config.consumer_warps:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == PRODUCER_WARP:
+            if warp == config.consumer_warps:
                 producer = Producer(config, lengths, shape, source)
                 producer.run(ring, TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV), stretch)
         else:
@@ -239,6 +238,7 @@ class DecodeSm90:
     def _allocate(self):
         config = self.config
         rows, D, kind = config.rows, config.head_size, self.mma_type
+        warps = config.consumer_warps
         allocator = cutlass.memory.SmemAllocator()
 
         def array(element, count, alignment):
@@ -247,13 +247,14 @@ class DecodeSm90:
         ring = array(Uint8, config.stage_bytes * config.stages, 1024)
         q = array(kind, rows * D if config.queries_in_smem else 8, 1024)
         p = array(Uint8, config.exchange_bytes, 1024)
-        row_max = array(Float32, 4 * rows, 128)
-        row_sum = array(Float32, 4 * rows, 128)
+        row_max = array(Float32, warps * rows, 128)
+        row_sum = array(Float32, warps * rows, 128)
         visible = array(Int32, 2 * rows, 128)
         q_scale = array(Float32, rows, 128)
-        q_max = array(Int32, 4 * rows, 128)
+        q_max = array(Int32, warps * rows, 128)
         shared_items = array(Int32, 2 * SHARED_ITEM_WORDS, 32)
         scales = array(Uint8, config.scale_table_bytes, 128) if config.block_scaled else q
+        fold = array(Uint8, config.fold_bytes, 128) if config.fold_bytes else q
         plan = array(Int32, 8, 16)
         full = array(Int64, config.stages, 8)
         empty = array(Int64, config.stages, 8)
@@ -265,6 +266,6 @@ class DecodeSm90:
             p_layout = cute.tile_to_shape(atom, p_shape, order=(0, 1, 2))
             sQ = cute.make_tensor(cute.recast_ptr(q, q_layout.inner, dtype=kind), q_layout.outer)
             sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=kind), p_layout.outer)
-        tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q, plan)
+        tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q, fold, plan)
         addresses = [x.toint() for x in tables]
         return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)

@@ -2,7 +2,8 @@
 
 Fragment coordinates, with lane = 4 g + j and row block n = 0 .. rows/8 - 1:
 
-- S^T of warp w: tokens 16 w + T(g) and 8 further (T: ``TileLayout.token_of``), rows 8 n + 2 j, + 1;
+- S^T of warp w (of its warpgroup): tokens 16 w + T(g) and 8 further (T: ``TileLayout.token_of``),
+  rows 8 n + 2 j, + 1;
 - O^T of warp w: two neighbouring head-dim elements for each of its blocks u (which: fragments.py),
   the same rows. So the softmax state of a row sits in the lanes that hold its output, and rescaling
   needs no exchange.
@@ -25,6 +26,9 @@ from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import Ring
 
 SHARED_ITEM_WORDS = 8
+# Maximum of a row that has seen no key: below all scores, and finite, so that a difference with it
+# is no NaN. It becomes -inf at the end of a segment.
+NO_KEY = -3.0e38
 TYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
@@ -50,11 +54,11 @@ class ConsumerSmem(NamedTuple):
     """Shared addresses of the consumer's tables (bytes), and Q^T and P^T as MMA operands.
 
     p: probabilities, rows x 64 tokens for each tile of two steps: while warps still read those of
-    one step, others fill the next one's. row_max, row_sum: (4 warps, rows) float32. visible:
+    one step, others fill the next one's. row_max, row_sum: (warps, rows) float32. visible:
     (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score
-    into a log2-domain score. q_max: (4 warps, rows) packed bf16 maxima. shared_items: two entries
+    into a log2-domain score. q_max: (warps, rows) packed bf16 maxima. shared_items: two entries
     of SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
-    plan: a ``Plan`` and 2 unused words.
+    fold: see ``DecodeConfig.fold_bytes``. plan: a ``Plan`` and 2 unused words.
     """
 
     p: Int32
@@ -66,6 +70,7 @@ class ConsumerSmem(NamedTuple):
     shared_items: Int32
     scales: Int32
     q: Int32
+    fold: Int32
     plan: Int32
     sQ: cute.Tensor
     sP: cute.Tensor
@@ -96,7 +101,7 @@ class ConsumerLane:
             self.mma_kind, self.pack = "bf16", dsl.pack_bf16x2
         self.row_blocks = config.rows // 8
         # Blocks of 16 head-dim elements that one warp owns in O^T: at the end, and of a tile.
-        self.units = config.head_size // 64
+        self.units = config.head_size // (16 * config.consumer_warps)
         self.blocks = config.head_size // 16 if config.warps_apart else self.units
         self.chains = config.chains
         tid, _, _ = cute.arch.thread_idx()
@@ -105,7 +110,11 @@ class ConsumerLane:
         self.warp = cute.arch.make_warp_uniform(tid // 32)
         self.g = self.lane // 4
         self.j = self.lane % 4
-        self.token_in_tile = 16 * self.warp + self.layout.token_of(self.g)
+        # Which quarter of a tile's tokens the warp scores, and of which of the step's tiles.
+        self.quarter, self.own_tile = self.warp, 0
+        if config.warpgroups > 1:
+            self.quarter, self.own_tile = self.warp % 4, self.warp // 4
+        self.token_in_tile = 16 * self.quarter + self.layout.token_of(self.g)
         self.kv = FRAGMENTS[config.kv_format](config, self.layout, self, smem.scales)
 
     def make_state(self):
@@ -124,7 +133,7 @@ class ConsumerLane:
             for i in cutlass.range_constexpr(self.row_blocks * 4):
                 acc[u * self.row_blocks * 4 + i] = Float32(0.0)
         for i in cutlass.range_constexpr(2 * self.row_blocks):
-            state.rMax[i] = Float32(dsl.NEG_INF)
+            state.rMax[i] = Float32(NO_KEY)
             state.rSum[i] = Float32(0.0)
 
     def plan(self) -> Plan:
@@ -133,13 +142,13 @@ class ConsumerLane:
 
     def barrier(self):
         cute.arch.barrier(
-            barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=WARPGROUP_THREADS
+            barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=self.config.consumer_threads
         )
 
     def barrier_any(self, condition: Int32) -> Int32:
         """Barrier of the consumers; nonzero for all of them where any thread's condition was."""
         return dsl.barrier_reduce_or(
-            Int32(int(NamedBarrier.CONSUMERS)), Int32(WARPGROUP_THREADS), condition
+            Int32(int(NamedBarrier.CONSUMERS)), Int32(self.config.consumer_threads), condition
         )
 
     def tile_in_ring(self, slot: Int32, operand: int) -> Int32:
@@ -147,8 +156,8 @@ class ConsumerLane:
         return 2 * slot + operand if self.config.paired else slot
 
     @cute.jit
-    def release(self, slot: Int32):
-        """Hand a slot back to the producer.
+    def release(self, slot: Int32, arrivals: cutlass.Constexpr = 1):
+        """Hand a slot back to the producer. arrivals: how many warps the warp arrives for.
 
         The fence orders the warp's reads before the TMA that reuses the slot. An arrival alone does
         not: it is issued right behind the loads and may overtake them (in the prefill kernel TMA
@@ -160,4 +169,4 @@ class ConsumerLane:
             cute.arch.mbarrier_arrive(self.ring.empty + slot)
         else:
             if self.lane == 0:
-                cute.arch.mbarrier_arrive(self.ring.empty + slot)
+                cute.arch.mbarrier_arrive(self.ring.empty + slot, arrive_count=arrivals)

@@ -149,7 +149,7 @@ def launch_of(
     ctas = ctas - ctas % abreast
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.tile_bytes))
     gap = _STEPS_TO_BEGIN * config.step_tiles
-    fixed = fixed_splits(config) if problem.deterministic else FixedSplits()
+    fixed = fixed_splits(config, k.shape[-2]) if problem.deterministic else FixedSplits()
     function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(
         operand_strides(problem, q, k, v, out),

@@ -201,6 +201,15 @@ class Producer:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, expected)
 
+    def boxes_from(self, page: Int32, in_page: Int32, ahead: Int32):
+        """(page, first token in it) of each box of a tile: of box ``ahead`` and those behind it,
+        from the lanes that have looked them up."""
+        lanes = [(ahead + i) & 31 for i in range(self.layout.boxes)]
+        return [
+            (dsl.shuffle_from_lane(page, lane), dsl.shuffle_from_lane(in_page, lane))
+            for lane in lanes
+        ]
+
     @cute.jit
     def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
@@ -230,7 +239,8 @@ class Producer:
             page = Int32(0)
             in_page = Int32(0)
             ahead = Int32(0)
-            for t in cutlass.range(segment.chunk.tile_begin, segment.chunk.tile_end, unroll=1):
+            tile_end = segment.chunk.tile_end
+            for t in cutlass.range(segment.chunk.tile_begin, tile_end, config.warpgroups, unroll=1):
                 if (ahead & 31) == 0:
                     # One table entry a lane, for the next 32 boxes. A box without live tokens
                     # (past the end, or before the window) takes the nearest live one instead:
@@ -238,54 +248,56 @@ class Producer:
                     box = t * layout.boxes + lane
                     token = cutlass.max(box * config.box_tokens, segment.low)
                     token = cutlass.min(token, last_token)
-                    index = token // source.page_size
+                    index = dsl.quotient(token, source.page_size)
                     in_page = (token - index * source.page_size) & -config.box_tokens
                     if source.paged != 0:
                         page = source.mTable[b, cutlass.min(index, source.table_width - 1)]
                     else:
                         in_page = run_start + box * config.box_tokens
-                boxes = []
-                for i in cutlass.range_constexpr(layout.boxes):
-                    source_lane = (ahead + i) & 31
-                    boxes.append(
-                        (
-                            dsl.shuffle_from_lane(page, source_lane),
-                            dsl.shuffle_from_lane(in_page, source_lane),
-                        )
-                    )
-                ahead = ahead + layout.boxes
+                boxes_of_tile = []
+                for _ in cutlass.range_constexpr(config.warpgroups):
+                    boxes_of_tile.append(self.boxes_from(page, in_page, ahead))
+                    ahead = ahead + layout.boxes
+                # Of a step's tiles first all keys, then the values: as the consumers ask for them.
                 for operand in cutlass.range_constexpr(2):
                     begins = const_expr(operand == 0 or not config.paired)
                     ends = const_expr(operand == 1 or not config.paired)
-                    if const_expr(begins):
-                        cute.arch.mbarrier_wait(ring.empty + slot, phase)
-                        operands = (0, 1) if const_expr(config.paired) else (operand,)
-                        self.begin_slot(ring, slot, operands, whole, boxes, segment, t)
-                    in_ring = operands_a_slot * slot + (operand if config.paired else 0)
-                    for i in cutlass.range_constexpr(layout.boxes):
-                        self.load_box(
-                            k if const_expr(operand == 0) else v,
-                            sBoxes[None, i, in_ring],
-                            boxes[i][1],
-                            segment.head,
-                            boxes[i][0],
-                            ring.full + slot,
-                        )
-                    if const_expr(config.block_scaled):
-                        if whole != 0:
-                            scales = source.block_scales[operand]
-                            at = first[operand] + Int64(boxes[0][0]) * scales.page
-                            at = at + Int64(boxes[0][1]) * scales.token
-                            to = self.scales_in_ring(ring, in_ring)
-                            with cute.arch.elect_one():
-                                dsl_nvfp4.copy_bulk(
-                                    to, at, config.scale_bytes, (ring.full + slot).toint()
+                    for z in cutlass.range_constexpr(config.warpgroups):
+                        boxes = boxes_of_tile[z]
+                        live = Int32(1)
+                        if const_expr(z > 0):
+                            if t + z >= tile_end:
+                                live = Int32(0)
+                        if live != 0:
+                            if const_expr(begins):
+                                cute.arch.mbarrier_wait(ring.empty + slot, phase)
+                                operands = (0, 1) if const_expr(config.paired) else (operand,)
+                                self.begin_slot(ring, slot, operands, whole, boxes, segment, t + z)
+                            in_ring = operands_a_slot * slot + (operand if config.paired else 0)
+                            for i in cutlass.range_constexpr(layout.boxes):
+                                self.load_box(
+                                    k if const_expr(operand == 0) else v,
+                                    sBoxes[None, i, in_ring],
+                                    boxes[i][1],
+                                    segment.head,
+                                    boxes[i][0],
+                                    ring.full + slot,
                                 )
-                    if const_expr(ends):
-                        slot = slot + 1
-                        if slot == config.stages:
-                            slot = Int32(0)
-                            phase = phase ^ 1
+                            if const_expr(config.block_scaled):
+                                if whole != 0:
+                                    scales = source.block_scales[operand]
+                                    at = first[operand] + Int64(boxes[0][0]) * scales.page
+                                    at = at + Int64(boxes[0][1]) * scales.token
+                                    to = self.scales_in_ring(ring, in_ring)
+                                    with cute.arch.elect_one():
+                                        dsl_nvfp4.copy_bulk(
+                                            to, at, config.scale_bytes, (ring.full + slot).toint()
+                                        )
+                            if const_expr(ends):
+                                slot = slot + 1
+                                if slot == config.stages:
+                                    slot = Int32(0)
+                                    phase = phase ^ 1
             line = line + segment.count
             b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
             if tile == 0:

@@ -49,14 +49,14 @@ class QueryLoading(ConsumerLane):
     def fetch_queries(self, mQ: cute.Tensor, seq: Sequence, chunk: Chunk, head: Int32):
         """Issue the loads of the lane's share of Q; ``keep_queries`` waits for them.
 
-        Q in registers: all of it in each warp. In shared memory: of each row block, every fourth
-        half pass a warp.
+        Q in registers: all of it in each warp. In shared memory: of each row block, a warp's share
+        of the half passes.
         """
         if self.config.queries_in_smem:
-            half_passes = self.config.head_size // 32
+            half_passes, warps = self.config.head_size // 32, self.config.consumer_warps
             units = [
-                cutlass.min(self.warp + 4 * i, Int32(half_passes - 1))
-                for i in range(max(1, half_passes // 4))
+                cutlass.min(self.warp + warps * i, Int32(half_passes - 1))
+                for i in range(max(1, half_passes // warps))
             ]
         else:
             units = range(self.config.head_size // 32)
@@ -99,9 +99,9 @@ class QueryLoading(ConsumerLane):
     def keep_queries_in_smem(self, mQ: cute.Tensor, loaded, base_scale: Float32):
         """Q^T in shared memory: for wgmma a K-major, 128-byte-swizzled operand; for 8 rows the
         fragments of two k-steps after the other, 16 bytes a lane."""
-        config, smem = self.config, self.smem
+        config, smem, warps = self.config, self.smem, self.config.consumer_warps
         half_passes = config.head_size // 32
-        per_warp = max(1, half_passes // 4)
+        per_warp = max(1, half_passes // warps)
         if const_expr(config.scales_queries):
             for n in cutlass.range_constexpr(self.row_blocks):
                 top = Int32(0)
@@ -120,7 +120,7 @@ class QueryLoading(ConsumerLane):
             inverse = Float32(1.0)
             if const_expr(config.scales_queries):
                 top = Int32(0)
-                for w in cutlass.range_constexpr(4):
+                for w in cutlass.range_constexpr(warps):
                     other = dsl.ld_shared_b32(smem.q_max + (w * config.rows + row) * 4)
                     top = dsl.max_abs_bf16x2(top, other)
                 scale, inverse = scale_of_row(top)
@@ -128,7 +128,7 @@ class QueryLoading(ConsumerLane):
                 if self.j == 0:
                     dsl.st_shared_f32(smem.q_scale + row * 4, base_scale * inverse)
             for i in cutlass.range_constexpr(per_warp):
-                unit = self.warp + 4 * i
+                unit = self.warp + warps * i
                 if unit < half_passes:
                     words = self.kv.arrange_queries(loaded[n * per_warp + i])
                     if const_expr(config.uses_wgmma):

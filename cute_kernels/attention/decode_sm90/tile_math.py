@@ -25,11 +25,6 @@ from cute_kernels.attention.decode_sm90.lane import ConsumerLane, Softmax
 MAX_LAG = 8.0
 
 
-def reference(top: Float32) -> Float32:
-    """The maximum to subtract; 0 for a row that has seen no key, as (-inf) - (-inf) is NaN."""
-    return cutlass.select_(top == dsl.NEG_INF, Float32(0.0), top)
-
-
 class TileMath(ConsumerLane):
     @cute.jit
     def scores(self, rS: cute.Tensor, rQ: cute.Tensor, slot: Int32, phase: Int32):
@@ -38,16 +33,24 @@ class TileMath(ConsumerLane):
         for i in cutlass.range_constexpr(self.chains * self.row_blocks * 4):
             rS[i] = Float32(0.0)
         cute.arch.mbarrier_wait(self.ring.full + slot, phase)
-        passes = config.head_size // 64
-        loaded = None
-        for p in cutlass.range_constexpr(passes):
-            loaded = self.kv.load_keys(self.tile_in_ring(slot, 0), p, loaded)
-            if const_expr(config.uses_wgmma):
-                self._scores_wgmma(rS, loaded, p)
-            else:
-                self._scores_mma(rS, rQ, loaded, p)
-        if const_expr(not config.paired):
-            self.release(slot)
+        passes, tile = config.head_size // 64, self.tile_in_ring(slot, 0)
+        if const_expr(config.loads_first):
+            loaded = [self.kv.load_keys(tile, p, None) for p in range(passes)]
+            self.release(slot, config.warpgroups)
+            if const_expr(config.values_overlap):
+                warpgroup.wait_group(0)
+            for p in cutlass.range_constexpr(passes):
+                self._scores_wgmma(rS, loaded[p], p)
+        else:
+            loaded = None
+            for p in cutlass.range_constexpr(passes):
+                loaded = self.kv.load_keys(tile, p, loaded)
+                if const_expr(config.uses_wgmma):
+                    self._scores_wgmma(rS, loaded, p)
+                else:
+                    self._scores_mma(rS, rQ, loaded, p)
+            if const_expr(not config.paired):
+                self.release(slot)
         if const_expr(config.uses_wgmma):
             warpgroup.wait_group(0)
         else:
@@ -102,71 +105,101 @@ class TileMath(ConsumerLane):
 
     @cute.jit
     def scale_and_mask(self, rS: cute.Tensor, rScale: cute.Tensor, tile: Int32, masked: Int32):
-        """Raw products -> log2-domain scores: descale and scale, then softcap, then mask."""
-        for n in cutlass.range_constexpr(self.row_blocks):
-            scale = (rScale[0], rScale[1])
-            if const_expr(self.config.queries_in_smem):
-                scale = dsl.ld_shared_f32x2(self.smem.q_scale + 32 * n + 8 * self.j)
-            for i in cutlass.range_constexpr(4):
-                rS[4 * n + i] = rS[4 * n + i] * scale[i % 2]
-        if const_expr(self.config.block_scaled):
-            # As one rare block it is branched around. By itself each part is issued for every tile,
-            # predicated off, which costs only where instruction issue is the limit (H200,
-            # 2026-11-30: B32 S8192 64/8 D128 nvfp4 101 us, as one block 96; FP8 gains nothing).
+        """Raw products -> log2-domain scores: descale and scale, then softcap, then mask.
+
+        Of wgmma's many rows raw products stay so where there is nothing to cap or to mask, and
+        rScale says what their exponents multiply them by, in the addition that they take anyway.
+        """
+        if const_expr(self.config.uses_wgmma):
+            for n in cutlass.range_constexpr(self.row_blocks):
+                rScale[2 * n], rScale[2 * n + 1] = self._scales_of_block(n)
             if (masked != 0) | (self.softcap != 0.0):
+                for i in cutlass.range_constexpr(4 * self.row_blocks):
+                    rS[i] = rS[i] * rScale[2 * (i // 4) + i % 2]
+                for i in cutlass.range_constexpr(2 * self.row_blocks):
+                    rScale[i] = Float32(1.0)
                 self._cap_and_mask(rS, tile, masked)
         else:
-            self._cap_and_mask(rS, tile, masked)
+            scale = (rScale[0], rScale[1])
+            if const_expr(self.config.queries_in_smem):
+                scale = self._scales_of_block(0)
+            for i in cutlass.range_constexpr(4):
+                rS[i] = rS[i] * scale[i % 2]
+            if const_expr(self.config.block_scaled):
+                # As one rare block it is branched around. By itself each part is issued for every
+                # tile, predicated off, which costs only where instruction issue is the limit (H200,
+                # 2026-11-30: B32 S8192 64/8 D128 nvfp4 101 us, as one block 96; FP8 gains nothing).
+                if (masked != 0) | (self.softcap != 0.0):
+                    self._cap_and_mask(rS, tile, masked)
+            else:
+                self._cap_and_mask(rS, tile, masked)
+
+    def _scales_of_block(self, n: int):
+        """Scales of rows 8 n + 2 j, + 1 from shared memory."""
+        return dsl.ld_shared_f32x2(self.smem.q_scale + 32 * n + 8 * self.j)
 
     @cute.jit
     def _cap_and_mask(self, rS: cute.Tensor, tile: Int32, masked: Int32):
         if self.softcap != 0.0:
-            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)); x is in log2 units already
-            inverse = 2.0 / self.softcap
-            cap = self.softcap * dsl.LOG2_E
-            for i in cutlass.range_constexpr(4 * self.row_blocks):
-                e = dsl.exp2(rS[i] * inverse)
-                rS[i] = cap - (2.0 * cap) * cute.arch.rcp_approx(1.0 + e)
+            self.cap(rS)
         if masked != 0:
-            token = tile * TILE_TOKENS + self.token_in_tile
-            for n in cutlass.range_constexpr(self.row_blocks):
-                limits = dsl.ld_shared_b32x4(self.smem.visible + 64 * n + 16 * self.j)
-                for i in cutlass.range_constexpr(4):
-                    position = token + 8 * (i // 2)
-                    low, high = limits[2 * (i % 2)], limits[2 * (i % 2) + 1]
-                    if (position < low) | (position >= high):
-                        rS[4 * n + i] = Float32(dsl.NEG_INF)
+            self.mask(rS, tile)
+
+    def cap(self, rS: cute.Tensor):
+        """cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)); x is in log2 units already."""
+        inverse = 2.0 / self.softcap
+        cap = self.softcap * dsl.LOG2_E
+        for i in range(4 * self.row_blocks):
+            e = dsl.exp2(rS[i] * inverse)
+            rS[i] = cap - (2.0 * cap) * cute.arch.rcp_approx(1.0 + e)
 
     @cute.jit
-    def softmax(self, scores, acc: cute.Tensor, state: Softmax, buffer: Int32):
-        """Online softmax of a step's tiles over the four warps; leaves P^T in shared memory.
+    def mask(self, rS: cute.Tensor, tile: Int32):
+        """-inf for scores of keys that their row does not see."""
+        token = tile * TILE_TOKENS + self.token_in_tile
+        for n in cutlass.range_constexpr(self.row_blocks):
+            limits = dsl.ld_shared_b32x4(self.smem.visible + 64 * n + 16 * self.j)
+            for i in cutlass.range_constexpr(4):
+                position = token + 8 * (i // 2)
+                low, high = limits[2 * (i % 2)], limits[2 * (i % 2) + 1]
+                if (position < low) | (position >= high):
+                    rS[4 * n + i] = Float32(dsl.NEG_INF)
 
-        scores: one rS per tile. The probabilities refer to the maxima of earlier steps, so that one
-        barrier hands them over. Only where a score exceeds its row's maximum by 2^MAX_LAG (always
-        in an item's first step) do the warps exchange maxima and start the step anew.
+    @cute.jit
+    def softmax(self, scores, scales, acc: cute.Tensor, state: Softmax, buffer: Int32):
+        """Online softmax of a step's tiles over all warps; leaves P^T in shared memory.
+
+        scores, scales: an rS and an rScale for each tile that the warp scores. The probabilities
+        refer to the maxima of earlier steps, so that one barrier hands them over. Only where a
+        score exceeds its row's maximum by 2^MAX_LAG (always in an item's first step) do the warps
+        exchange maxima and start the step anew.
         """
-        tops = self._lane_maxima(scores)
-        exceeded = Int32(0)
-        for i in cutlass.range_constexpr(2 * self.row_blocks):
-            if tops[i] > state.rMax[i] + MAX_LAG:
-                exceeded = Int32(1)
         added = cute.make_rmem_tensor((2 * self.row_blocks,), Float32)
-        self._probabilities(scores, state, added, buffer)
+        exceeded = Int32(0)
+        if self._probabilities(scores, scales, state, added, buffer) > MAX_LAG:
+            exceeded = Int32(1)
         if self.barrier_any(exceeded) != 0:
-            self._raise_maxima(tops, acc, state)
-            self._probabilities(scores, state, added, buffer)
+            self._raise_maxima(self._lane_maxima(scores, scales), acc, state)
+            self._probabilities(scores, scales, state, added, buffer)
             self.barrier()
         for i in cutlass.range_constexpr(2 * self.row_blocks):
             state.rSum[i] = state.rSum[i] + added[i]
 
     @cute.jit
-    def _lane_maxima(self, scores):
+    def _lane_maxima(self, scores, scales=None):
         tops = []
         for n in cutlass.range_constexpr(self.row_blocks):
             for r in cutlass.range_constexpr(2):
-                x = dsl.fmax(scores[0][4 * n + r], scores[0][4 * n + 2 + r])
-                for i in cutlass.range_constexpr(1, len(scores)):
-                    x = dsl.fmax(x, dsl.fmax(scores[i][4 * n + r], scores[i][4 * n + 2 + r]))
+                row = 2 * n + r
+                x = None
+                for i in cutlass.range_constexpr(len(scores)):
+                    y = dsl.fmax(scores[i][4 * n + r], scores[i][4 * n + 2 + r])
+                    if const_expr(scales is not None):
+                        y = dsl.fmax(
+                            scores[i][4 * n + r] * scales[i][row],
+                            scores[i][4 * n + 2 + r] * scales[i][row],
+                        )
+                    x = y if const_expr(i == 0) else dsl.fmax(x, y)
                 tops.append(x)
         return tops
 
@@ -183,48 +216,72 @@ class TileMath(ConsumerLane):
         self.barrier()
         for n in cutlass.range_constexpr(self.row_blocks):
             top = [state.rMax[2 * n], state.rMax[2 * n + 1]]
-            for w in cutlass.range_constexpr(4):
+            for w in cutlass.range_constexpr(self.config.consumer_warps):
                 other = dsl.ld_shared_f32x2(self._warp_row(self.smem.row_max, w, n))
                 top = [dsl.fmax(top[0], other[0]), dsl.fmax(top[1], other[1])]
             correction = []
             for r in cutlass.range_constexpr(2):
-                correction.append(dsl.exp2(state.rMax[2 * n + r] - reference(top[r])))
+                correction.append(dsl.exp2(state.rMax[2 * n + r] - top[r]))
                 state.rMax[2 * n + r] = top[r]
                 state.rSum[2 * n + r] = state.rSum[2 * n + r] * correction[r]
             self._rescale(acc, correction, n)
 
     @cute.jit
-    def _probabilities(self, scores, state: Softmax, added: cute.Tensor, buffer: Int32):
-        """P^T of the step into one of its two buffers, and what the lane adds to the row sums."""
-        tiles = len(scores)
+    def _probabilities(self, scores, scales, state: Softmax, added: cute.Tensor, buffer: Int32):
+        """P^T of the step into one of its two buffers, and what the lane adds to the row sums.
+
+        Returns the lane's largest exponent.
+        """
+        top = Float32(dsl.NEG_INF)
+        words = [[] for _ in scores]
         for n in cutlass.range_constexpr(self.row_blocks):
-            references = [reference(state.rMax[2 * n + r]) for r in range(2)]
             sums = [Float32(0.0), Float32(0.0)]
-            for i in cutlass.range_constexpr(tiles):
-                p = [dsl.exp2(scores[i][4 * n + z] - references[z % 2]) for z in range(4)]
+            for i in cutlass.range_constexpr(len(scores)):
+                scale = None if scales is None else scales[i]
+                exponents = [self._exponent(scores[i], scale, state, 4 * n + z) for z in range(4)]
+                for z in cutlass.range_constexpr(4):
+                    top = dsl.fmax(top, exponents[z])
+                p = [dsl.exp2(exponents[z]) for z in range(4)]
                 for r in cutlass.range_constexpr(2):
                     sums[r] = sums[r] + (p[r] + p[2 + r])
-                near = dsl.transpose_8x8_b16(self.pack(p[0], p[1]))
-                far = dsl.transpose_8x8_b16(self.pack(p[2], p[3]))
-                self._store_probabilities(near, far, n, buffer * tiles + i)
+                words[i] += [self.pack(p[0], p[1]), self.pack(p[2], p[3])]
+                tile = buffer * self.config.step_tiles + (i + self.own_tile)
+                if const_expr(not self.config.uses_wgmma):
+                    self._store_probabilities_mma(words[i], tile)
+                elif const_expr(n % 2 == 1):
+                    self._store_probabilities_wgmma(words[i][-4:], n - 1, tile)
             added[2 * n] = sums[0]
             added[2 * n + 1] = sums[1]
         if const_expr(self.config.uses_wgmma):
             cute.arch.fence_proxy("async.shared", space="cta")
+        return top
+
+    def _exponent(self, rS: cute.Tensor, rScale, state: Softmax, z: int) -> Float32:
+        """How far score z of a tile is above its row's maximum."""
+        row = 2 * (z // 4) + z % 2
+        if rScale is None:
+            return rS[z] - state.rMax[row]
+        return dsl.fma(rS[z], rScale[row], -state.rMax[row])
 
     def _warp_row(self, table: Int32, warp, n: int) -> Int32:
         """Address of rows 8 n + 2 j, + 1 in a (4 warps, rows) table."""
         return table + (warp * self.config.rows + 8 * n) * 4 + self.j * 8
 
-    @cute.jit
-    def _store_probabilities(self, near: Int32, far: Int32, n: cutlass.Constexpr, tile: Int32):
-        base = self.smem.p + tile * (self.config.rows * TILE_TOKENS * 2)
-        if const_expr(self.config.uses_wgmma):
-            row = base + (8 * n + self.g) * 128 + 4 * self.j
-            dsl.st_shared_b32(row + ((2 * self.warp) ^ self.g) * 16, near)
-            dsl.st_shared_b32(row + ((2 * self.warp + 1) ^ self.g) * 16, far)
-        else:
-            dsl.st_shared_b32x2(base + self.warp * 256 + self.lane * 8, near, far)
+    def _tile_of_probabilities(self, tile: Int32) -> Int32:
+        return self.smem.p + tile * (self.config.rows * TILE_TOKENS * 2)
+
+    def _store_probabilities_mma(self, words, tile: Int32):
+        """P^T of the warp's 16 tokens as it is read as a B operand."""
+        near, far = [dsl.transpose_8x8_b16(word) for word in words]
+        at = self._tile_of_probabilities(tile) + self.warp * 256 + self.lane * 8
+        dsl.st_shared_b32x2(at, near, far)
+
+    def _store_probabilities_wgmma(self, words, n: int, tile: Int32):
+        """P^T of the warp's tokens and row blocks n, n + 1: K-major, 128-byte swizzled."""
+        lane = self.lane
+        row, unit = 8 * (lane // 16) + lane % 8, 2 * self.quarter + lane // 8 % 2
+        at = self._tile_of_probabilities(tile) + row * 128 + (unit ^ (lane % 8)) * 16
+        dsl.stmatrix_x4_trans(at + n * 1024, *words)
 
     @cute.jit
     def _rescale(self, acc: cute.Tensor, correction, n: cutlass.Constexpr):
@@ -264,24 +321,32 @@ class TileMath(ConsumerLane):
 
     @cute.jit
     def values(self, acc: cute.Tensor, slot: Int32, tile: Int32, which: cutlass.Constexpr):
-        """acc += V^T P^T of one tile (it has arrived), then hands its slot back.
+        """acc += V^T P^T of one tile (it has arrived), then hands its slot back. Its last products
+        may still be in flight (``values_overlap``).
 
         tile: index of its P^T among those in shared memory. which: its index in the step.
         """
         config = self.config
-        base_p = self.smem.p + tile * (config.rows * TILE_TOKENS * 2)
+        base_p = self._tile_of_probabilities(tile)
         p = []
         if const_expr(not config.uses_wgmma):
             for w in cutlass.range_constexpr(4):
                 p.append(dsl.ld_shared_b32x2(base_p + w * 256 + self.lane * 8))
-        for load in cutlass.range_constexpr(self.kv.value_loads):
-            loaded = self.kv.load_values(self.tile_in_ring(slot, 1), load, which)
-            if const_expr(config.uses_wgmma):
-                self._values_wgmma(acc, loaded, load, tile)
-            else:
-                self._values_mma(acc, loaded, p, load)
-        self.release(slot)
-        if const_expr(config.uses_wgmma):
+        at = self.tile_in_ring(slot, 1)
+        if const_expr(config.loads_first):
+            loaded = [self.kv.load_values(at, i, which) for i in range(self.kv.value_loads)]
+            self.release(slot)
+            for load in cutlass.range_constexpr(self.kv.value_loads):
+                self._values_wgmma(acc, loaded[load], load, tile)
+        else:
+            for load in cutlass.range_constexpr(self.kv.value_loads):
+                loaded = self.kv.load_values(at, load, which)
+                if const_expr(config.uses_wgmma):
+                    self._values_wgmma(acc, loaded, load, tile)
+                else:
+                    self._values_mma(acc, loaded, p, load)
+            self.release(slot)
+        if const_expr(config.uses_wgmma and not config.values_overlap):
             warpgroup.wait_group(0)
 
     @cute.jit

@@ -9,55 +9,153 @@ warp owns the same part of the head as elsewhere.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 from cute_kernels import dsl
-from cute_kernels.attention.decode_sm90.lane import Softmax
-from cute_kernels.attention.decode_sm90.tile_math import MAX_LAG, TileMath, reference
+from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
+from cute_kernels.attention.decode_sm90.lane import NO_KEY, Softmax
+from cute_kernels.attention.decode_sm90.tile_math import MAX_LAG, TileMath
+
+# A row's lag before it has a reference: every score exceeds it, and no masked one.
+_NO_REFERENCE = -3.4028234663852886e38
+
+
+class OwnTile(NamedTuple):
+    """A tile: its index, where it is in the ring, and which of the item's tiles need care.
+
+    offset: of the slot in bytes, which would be a multiplication at each use.
+    plain_from, plain: the first tile, and how many from there on, whose keys all rows see, without
+    softcap. low, high: keys that any row sees.
+    """
+
+    index: Int32
+    slot: Int32
+    phase: Int32
+    offset: Int32
+    plain_from: Int32
+    plain: Int32
+    low: Int32
+    high: Int32
 
 
 class WarpsApart(TileMath):
-    @cute.jit
-    def softmax_of_warp(self, scores, acc: cute.Tensor, state: Softmax):
-        """Online softmax of a step's tiles over the warp's tokens.
+    def make_lags(self) -> cute.Tensor:
+        """How far scores may exceed each row's reference before it moves: see ``open_rows``."""
+        return cute.make_rmem_tensor((2,), Float32)
 
-        Returns, per tile, P^T of the warp's 16 tokens as a B operand.
+    def plain_tiles(self, low: Int32, high: Int32) -> tuple[Int32, Int32]:
+        """``OwnTile.plain_from`` and ``plain``, for keys [low, high) that all rows see."""
+        begin = (low + (TILE_TOKENS - 1)) // TILE_TOKENS
+        count = cutlass.max(high // TILE_TOKENS - begin, Int32(0))
+        count = cutlass.select_(self.softcap == 0.0, count, Int32(0))
+        # Not an expression that the loop over tiles would compute anew.
+        return begin, cute.arch.make_warp_uniform(count)
+
+    @cute.jit
+    def open_rows(self, state: Softmax, lags: cute.Tensor):
+        """Before an item's first tile: references of 0, which the first score replaces.
+
+        Between here and ``join_warps`` references are finite, so that a score less its reference is
+        one FFMA and never NaN.
         """
-        tops = self._lane_maxima(scores)
-        exceeded = (tops[0] > state.rMax[0] + MAX_LAG) | (tops[1] > state.rMax[1] + MAX_LAG)
-        if cute.arch.vote_any_sync(exceeded):
-            self._raise_own_maxima(tops, acc, state)
-        references = [reference(state.rMax[r]) for r in range(2)]
-        operands = []
-        for i in cutlass.range_constexpr(len(scores)):
-            p = [dsl.exp2(scores[i][z] - references[z % 2]) for z in range(4)]
-            for r in cutlass.range_constexpr(2):
-                state.rSum[r] = state.rSum[r] + (p[r] + p[2 + r])
-            near = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[0], p[1]))
-            far = dsl.transpose_8x8_b16(dsl.pack_f16x2(p[2], p[3]))
-            operands.append((near, far))
-        return operands
+        for r in cutlass.range_constexpr(2):
+            state.rMax[r] = Float32(0.0)
+            lags[r] = Float32(_NO_REFERENCE)
 
     @cute.jit
-    def _raise_own_maxima(self, tops, acc: cute.Tensor, state: Softmax):
+    def own_probabilities(
+        self,
+        rS: cute.Tensor,
+        rQ: cute.Tensor,
+        rScale: cute.Tensor,
+        acc: cute.Tensor,
+        state: Softmax,
+        lags: cute.Tensor,
+        tile: OwnTile,
+    ):
+        """Scores and online softmax of the warp's tokens of a tile: P^T as a B operand."""
+        for i in cutlass.range_constexpr(4):
+            rS[i] = Float32(0.0)
+        cute.arch.mbarrier_wait(self.ring.full + tile.slot, tile.phase)
+        loaded = None
+        for p in cutlass.range_constexpr(self.config.head_size // 64):
+            loaded = self.kv.load_keys_at(tile.offset, p, loaded)
+            self._scores_mma(rS, rQ, loaded, p)
+        above = cute.make_rmem_tensor((4,), Float32)
+        for i in cutlass.range_constexpr(4):
+            above[i] = dsl.fma(rS[i], rScale[i % 2], -state.rMax[i % 2])
+        if Uint32(tile.index - tile.plain_from) >= Uint32(tile.plain):
+            self._mind_some_keys(above, rS, rScale, state, tile)
+        self.kv.prepare_own_values(tile.offset + self.config.tile_bytes)
+        tops = [dsl.fmax(above[r], above[2 + r]) for r in range(2)]
+        if cute.arch.vote_any_sync((tops[0] > lags[0]) | (tops[1] > lags[1])):
+            self._move_references(above, tops, acc, state, lags)
+        p = [dsl.exp2(above[z]) for z in range(4)]
+        for r in cutlass.range_constexpr(2):
+            state.rSum[r] = state.rSum[r] + (p[r] + p[2 + r])
+        return (
+            dsl.transpose_8x8_b16(dsl.pack_f16x2(p[0], p[1])),
+            dsl.transpose_8x8_b16(dsl.pack_f16x2(p[2], p[3])),
+        )
+
+    @cute.jit
+    def _mind_some_keys(
+        self,
+        above: cute.Tensor,
+        rS: cute.Tensor,
+        rScale: cute.Tensor,
+        state: Softmax,
+        tile: OwnTile,
+    ):
+        """Softcap and mask; block scales of V that no row may see become 0: P is 0 there, but
+        0 * NaN is NaN."""
+        if self.softcap != 0.0:
+            for i in cutlass.range_constexpr(4):
+                above[i] = rS[i] * rScale[i % 2]
+            self.cap(above)
+            for i in cutlass.range_constexpr(4):
+                above[i] = above[i] - state.rMax[i % 2]
+        self.mask(above, tile.index)
+        first_token = tile.index * TILE_TOKENS
+        if (first_token < tile.low) | (first_token + TILE_TOKENS > tile.high):
+            token = first_token + self.kv.own_token()
+            if (token < tile.low) | (token >= tile.high):
+                self.kv.clear_own_scales(tile.offset + self.config.tile_bytes)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def _move_references(
+        self, above: cute.Tensor, tops, acc: cute.Tensor, state: Softmax, lags: cute.Tensor
+    ):
+        """To the warp's largest scores, where those are larger or the first of their row."""
         correction = []
         for r in cutlass.range_constexpr(2):
             top = tops[r]
             for step in cutlass.range_constexpr(3):
                 top = dsl.fmax(top, dsl.shuffle_xor_f32(top, Int32(4 << step)))
-            top = dsl.fmax(top, state.rMax[r])
-            correction.append(dsl.exp2(state.rMax[r] - reference(top)))
-            state.rMax[r] = top
-            state.rSum[r] = state.rSum[r] * correction[r]
+            before = state.rMax[r]
+            moved = before + dsl.fmax(top, Float32(0.0))
+            factor = dsl.exp2(before - moved)
+            if lags[r] != MAX_LAG:
+                moved, factor = Float32(0.0), Float32(1.0)
+                if top > _NO_REFERENCE:
+                    moved, lags[r] = top, Float32(MAX_LAG)
+            for i in cutlass.range_constexpr(2):
+                above[2 * i + r] = above[2 * i + r] - (moved - before)
+            state.rMax[r] = moved
+            state.rSum[r] = state.rSum[r] * factor
+            correction.append(factor)
         self._rescale(acc, correction, 0)
 
     @cute.jit
-    def own_values(self, acc: cute.Tensor, slot: Int32, p, which: cutlass.Constexpr):
+    def own_values(self, acc: cute.Tensor, tile: OwnTile, p):
         """acc += V^T P^T of the warp's tokens of one tile, then hands its slot back."""
         for load in cutlass.range_constexpr(self.kv.own_units // 2):
-            loaded = self.kv.load_own_values(self.tile_in_ring(slot, 1), load, which)
+            loaded = self.kv.load_own_values(tile.offset + self.config.tile_bytes, load)
             for unit in cutlass.range_constexpr(2):
                 operands = self.kv.own_value_operands(loaded, unit)
                 for block in cutlass.range_constexpr(2):
@@ -66,10 +164,10 @@ class WarpsApart(TileMath):
                     d = dsl.mma_m16n8k16(operands[block], p, sums, self.mma_kind)
                     for z in cutlass.range_constexpr(4):
                         acc[at + z] = d[z]
-        self.release(slot)
+        self.release(tile.slot)
 
     @cute.jit
-    def join_warps(self, acc: cute.Tensor, state: Softmax):
+    def join_warps(self, acc: cute.Tensor, state: Softmax, lags: cute.Tensor):
         """The first blocks of acc become what the warp owns of the output over all tokens, relative
         to common maxima.
 
@@ -77,6 +175,9 @@ class WarpsApart(TileMath):
         of them, their owner adds the four. A lane reads what its like in the other warps wrote. The
         sums go where the blocks of warp 0 were, which are sent first.
         """
+        for r in cutlass.range_constexpr(2):
+            if lags[r] != MAX_LAG:
+                state.rMax[r] = Float32(NO_KEY)
         self._raise_maxima([state.rMax[0], state.rMax[1]], acc, state)
         size = 16 * self.units
         lane = self.smem.p + self.lane * size

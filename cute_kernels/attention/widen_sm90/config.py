@@ -14,7 +14,7 @@ VECTOR = 8
 # the prefill kernel that converts FP8 itself, or the decode kernel's row buckets for nvfp4.
 MIN_ROWS = {
     "fp8_e4m3": {64: 8192, 128: 2048, 256: 1024},
-    "nvfp4": {64: 1024, 128: 1024, 256: 512},
+    "nvfp4": {64: 1024, 128: 1024, 256: 512, 512: 1536},
 }
 # Fewer query tokens never make widening the keys worth a choice by their number.
 _LONG_QUERIES = 256
