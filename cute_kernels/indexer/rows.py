@@ -72,13 +72,13 @@ class Rows:
     def __init__(self, config: IndexerKConfig):
         self.config = config
 
-    def memory(self, shared: Int32, full: cute.Pointer) -> Memory:
-        """`config.list_bytes` from an address on."""
+    def memory(self, ring: Int32, full: cute.Pointer) -> Memory:
+        """`config.ring_bytes` and `config.list_bytes` from an address on."""
         threads = self.config.threads
-        flags = shared + ENTRY_BYTES * threads
+        entries = ring + self.config.ring_bytes
+        flags = entries + ENTRY_BYTES * threads
         marks = flags + FLAG_BYTES * threads
-        count = marks + MARKS
-        return Memory(shared, flags, marks, count, count + 16, full)
+        return Memory(entries, flags, marks, marks + MARKS, ring, full)
 
     @cute.jit
     def begin(self, memory: Memory):
