@@ -31,15 +31,13 @@ WARP_CHANNELS = 32 * LANE_CHANNELS
 # threads that then join four parts of a channel each meet no bank conflicts.
 JOIN_ROW_BYTES = 4 * (WARP_CHANNELS + 8)
 JOINED_WARPS = 4
-# Calls of up to this many tokens look for repeated slots in the kernel itself; longer ones are
-# preceded by a launch of `IndexerClaimConfig`.
-SCANNED_TOKENS = 8192
 # In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row,
 # and a flag. And a byte for each of so many low parts of slots, a power of two.
 ENTRY_BYTES, FLAG_BYTES, MARKS = 16, 4, 8192
-# While a CTA looks for repeated slots, chunks of so many tokens' are in shared memory, so many at a
-# time: a chunk that has to wait for room comes behind states, 1 us late.
+# Calls of up to `SCANNED_TOKENS` look for repeated slots in the kernel itself: so many chunks of so
+# many tokens' are in shared memory. Longer calls are preceded by a launch of `IndexerClaimConfig`.
 SCAN_TOKENS, SCAN_STAGES, SLOT_BYTES = 2048, 4, 8
+SCANNED_TOKENS = SCAN_STAGES * SCAN_TOKENS
 # Shared memory of an SM; each CTA takes 1 KiB more than it asks for.
 _SM_SHARED_BYTES, _CTA_SHARED_BYTES = 228 * 1024, 1024
 

@@ -148,14 +148,16 @@ class IndexerK(Compressor):
         cute.arch.sync_threads()
         chunk, warp = Int32(0), self.independent_warp()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
-            count, later = self.rows.gather(slots, tokens, memory, start, end, chunk)
-            scan = partial(self.rows.scan, slots, tokens, memory, later, count)
-            if tokens.owner == 0 and count > 0:
+            later = self.rows.later(slots, tokens, start, end, chunk)
+            if tokens.owner == 0:
                 self.rows.fetch(slots, memory, later)
                 chunk = chunk + later.chunks
-                if warp >= count:
-                    scan()
-                    cute.arch.sync_threads()
+            count, edge = self.rows.gather(slots, tokens, memory, start, end, later)
+            scan = partial(self.rows.scan, slots, tokens, memory, later, edge, count)
+            # Without rows too: copies must have come before a CTA ends.
+            if tokens.owner == 0 and warp >= count:
+                scan()
+                cute.arch.sync_threads()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
                 look = partial(self._look, tokens, memory, i, count, i == warp, scan)
                 self._row(tokens, state, rotary, norm, cache, memory, shared, i, look)
