@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from cute_kernels import compress_norm_rope_insert
+from cute_kernels.indexer import interface, op
 from cute_kernels.indexer.config import SCANNED_TOKENS
+from cute_kernels.prepared import PreparedCalls
 from tests.indexer.gpu_helpers import GpuCall, kernel, on_gpu, strided_copy
 from tests.indexer.helpers import (
     BF16,
@@ -162,6 +164,19 @@ def test_repeated_slots_of_a_claimed_call(kernel, cache_format):
 @FORMATS
 def test_repeated_slots_of_a_scanned_call(kernel, cache_format, ratio, length):
     """The last row of each slot is stored whole. Tokens that complete nothing have slots too."""
+    check_last_rows(cache_format, ratio, length)
+
+
+@pytest.mark.parametrize("ratio, length", ((4, 8000), (128, 8064)))
+def test_spans_of_more_tokens_than_threads(kernel, monkeypatch, ratio, length):
+    """As on a GPU of three SMs: a CTA lists its rows piece by piece."""
+    device_arch = op.device_arch
+    monkeypatch.setattr(op, "device_arch", lambda index: device_arch(index)._replace(sm_count=3))
+    monkeypatch.setattr(interface, "_PREPARED_K", PreparedCalls())
+    check_last_rows("mxfp4", ratio, length)
+
+
+def check_last_rows(cache_format: str, ratio: int, length: int) -> None:
     case = KCase("case", cache_format, ratio, int(ratio == 4), lengths=(length,), block_size=64)
     call = KCall(case)
     modulus = max(9, length // ratio // 3)
