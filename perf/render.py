@@ -243,10 +243,16 @@ def _plots_of(kind: Kind, file: ResultFile) -> list[plots.Plot]:
     return [plot] if plot else []
 
 
+def remark(file: ResultFile) -> str:
+    """What whoever measured has to say about a file that its rows cannot tell."""
+    path = file.path.with_name("remarks.json")
+    return read_json(path).get(file.path.name, "") if path.exists() else ""
+
+
 def _section(kind: Kind, files: list[ResultFile]) -> list[str]:
     """Paragraphs of one label: the newest file, and times against the one before."""
     file, *older = files
-    parts = [f"### {file.label}, {file.date}", provenance(file, f"../{RESULTS}")]
+    parts = [f"### {file.label}, {file.date}", provenance(file, f"../{RESULTS}"), remark(file)]
     if kind.timed:
         parts.append(standing(file))
     parts.append(kind.table(file))
@@ -303,6 +309,7 @@ def readme_region(found: dict[str, list[list[ResultFile]]]) -> str:
         for file, *_ in labels:
             if kind.brief is not None and file.label.count("_") == shortest:
                 parts.append(f"**{kind.title}.** {kind.about} {source(file, RESULTS)}.")
+                parts.append(remark(file))
                 parts.append(kind.brief(file))
                 parts.append(standing(file) if kind.timed else "")
     return "\n\n".join(part for part in parts if part)

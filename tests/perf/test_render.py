@@ -54,6 +54,15 @@ def test_what_is_committed_is_what_the_results_give(monkeypatch):
     assert done.exit_code == 0, done.output
 
 
+def test_a_remark_stands_beside_the_table_of_its_file(copy):
+    path = newest(copy, "prefill").path
+    (copy / render.RESULTS / "remarks.json").write_text(json.dumps({path.name: "Said of it."}))
+    assert run(copy, "--check").exit_code == 1
+    found = render.find(copy / render.RESULTS)
+    assert render.document(found, copy / render.RESULTS).count("Said of it.") == 1
+    assert render.readme_region(found).count("Said of it.") == 1
+
+
 def test_another_number_in_a_result_makes_the_pages_and_a_plot_stale(copy):
     file = newest(copy, "prefill")
     for name in ("min_us", "median_us", "max_us"):
@@ -109,7 +118,7 @@ def test_every_case_of_every_shown_file_has_its_line():
     for kind in ("decode", "prefill", "store"):
         for file, *_ in found[kind]:
             lines = page[render.DOCUMENT].split(f"### {file.label}, {file.date}")[1]
-            table = lines.split("\n\n")[3]
+            table = next(part for part in lines.split("\n\n") if part.startswith("| "))
             cases = list(dict.fromkeys(row["case"] for row in file.rows))
             assert [line.split(" | ")[0][2:] for line in table.splitlines()[2:]] == cases
     for kind in ("decode", "prefill"):
