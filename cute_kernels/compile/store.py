@@ -188,9 +188,12 @@ class Store:
         Raises:
             OSError: it cannot be deleted.
         """
-        if path.is_dir() and not path.is_symlink():
+        if path.suffix not in (".json", ".so"):
             shutil.rmtree(path)
             return
         # The manifest first: without it a library is never loaded.
-        path.with_suffix(".json").unlink(missing_ok=True)
-        path.with_suffix(".so").unlink(missing_ok=True)
+        for part in (path.with_suffix(".json"), path.with_suffix(".so")):
+            if part.is_dir() and not part.is_symlink():
+                shutil.rmtree(part)
+            else:
+                part.unlink(missing_ok=True)

@@ -143,7 +143,11 @@ def test_a_library_without_a_manifest_is_refused(copy):
     refused("no readable manifest")
 
 
-@pytest.mark.parametrize("text", ('{"digest": ', "[]", "null", "{}", '{"parameters": {}}', "\xff"))
+@pytest.mark.parametrize(
+    "text",
+    ('{"digest": ', "[]", "null", "{}", '{"parameters": {}}', "\xff", "[" * 200_000),
+    ids=lambda text: text[:16],
+)
 def test_a_broken_manifest_is_refused(copy, text):
     library(copy).with_suffix(".json").write_text(text, encoding="latin-1")
     refused("no readable manifest")
@@ -152,6 +156,34 @@ def test_a_broken_manifest_is_refused(copy, text):
 def rewrite(copy: Path, **fields) -> None:
     path = library(copy).with_suffix(".json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("field", ("name", "target", "sources", "digest", "sha256", "tvm_ffi"))
+def test_a_manifest_with_a_number_for_a_string_is_refused(copy, field):
+    rewrite(copy, **{field: 5})
+    refused(f"no readable manifest .*{field}: got 5")
+
+
+@pytest.mark.parametrize("suffix", (".so", ".json"))
+@pytest.mark.parametrize("kind", ("loop", "pipe", "folder"))
+def test_what_is_no_file_is_refused_and_can_be_removed(copy, suffix, kind):
+    """Neither waited for nor raised from, by a call, by a listing or when it is removed."""
+    path = library(copy).with_suffix(suffix)
+    path.unlink()
+    if kind == "loop":
+        path.symlink_to(path)
+    elif kind == "pipe":
+        os.mkfifo(path, 0o644)
+    else:
+        path.mkdir(mode=0o755)
+    if (suffix, kind) == (".so", "loop"):
+        assert not bundle.has(UNIT.key)
+    else:
+        refused("no readable manifest or library")
+    (entry,) = Store(copy).entries()
+    assert "no readable manifest or library" in entry.problem and not entry.distrusted
+    Store(copy).remove(entry.path)
+    assert not list(copy.glob("*.so")) and not list(copy.glob("*.json"))
 
 
 def test_a_manifest_whose_parameters_were_changed_is_refused(copy):
@@ -179,8 +211,9 @@ def test_a_directory_that_others_can_write_is_refused(copy, mode):
     refused("others can write")
 
 
-def test_a_library_that_others_can_write_is_refused(copy):
-    library(copy).chmod(0o666)
+@pytest.mark.parametrize("suffix", (".so", ".json"))
+def test_a_file_that_others_can_write_is_refused(copy, suffix):
+    library(copy).with_suffix(suffix).chmod(0o666)
     refused("others can write")
 
 
