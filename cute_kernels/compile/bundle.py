@@ -17,6 +17,11 @@ from cute_kernels.compile.key import CompileKey, installed_toolchain
 from cute_kernels.compile.store import Store
 from cute_kernels.env import bundle_directories, cache_directory
 
+OTHER_SOURCES = (
+    "built from other sources of cute_kernels than those installed, so it is not used; build the "
+    "bundle anew with this version"
+)
+
 
 def layers() -> list[Path]:
     """The directories, top first, whether they exist or not."""
@@ -29,18 +34,30 @@ def find(key: CompileKey) -> Callable[..., Any] | None:
 
     The user's cache serves this environment's compiler only: a new release of the DSL compiles
     anew. A bundle serves whichever compiler made it. A library that is there and cannot be trusted
-    or loaded is passed over, with one warning.
+    or loaded is passed over, with one warning; so is a bundle that cannot be read, and one warning
+    says that a bundle has the kernel from other sources only.
     """
+    for directory in bundle_directories():
+        problem = Store(directory).problem()
+        if problem is not None:
+            warn_once(("bundle", directory), f"CUTE_KERNELS_BUNDLE: {problem}")
     for path in _candidates(key):
         launch = load_or_warn(path, key)
         if launch is not None:
             return launch
+    for path in of_other_sources(key):
+        warn_once(("other sources", path.parent), f"{path}: {OTHER_SOURCES}")
     return None
 
 
 def has(key: CompileKey) -> bool:
     """Whether `find` would find it, short of the loader's refusal; nothing is loaded."""
     return any(libraries.problem_with(path, key) is None for path in _candidates(key))
+
+
+def of_other_sources(key: CompileKey) -> list[Path]:
+    """What bundles have of this kernel, built from other sources than these."""
+    return [path for each in bundle_directories() for path in Store(each).of_other_sources(key)]
 
 
 def _candidates(key: CompileKey) -> Iterator[Path]:

@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,33 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
+    def problem(self) -> str | None:
+        """Why nothing in it can be seen, or None."""
+        try:
+            self._names()
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{self.directory} is no directory"
+        except OSError as error:
+            return f"{self.directory} cannot be read: {error.strerror or error}"
+        return None
+
+    def _names(self) -> list[str]:
+        """What is in it, sorted. Path.glob raises or not, as Python's version is.
+
+        Raises:
+            OSError: it is not there, or this user may not see it.
+        """
+        names = sorted(os.listdir(self.directory))
+        os.stat(f"{self.directory}/.")  # to list is one right, to look at what is listed another
+        return names
+
     def prepare(self) -> None:
         """Make the directory, for its owner alone to write, and see that it can be written.
 
         Raises:
             OSError: it cannot be made or written. PermissionError: others could have put code here.
         """
-        if not self.directory.is_dir():
+        if not os.path.isdir(self.directory):
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o755, exist_ok=True)
         reason = libraries.distrusted(self.directory)
@@ -79,12 +99,35 @@ class Store:
         return self.directory / f"{key.file_stem}-{toolchain.label}.so"
 
     def candidates(self, key: CompileKey, toolchain: Toolchain | None) -> list[Path]:
-        """Libraries that claim to be ``key``'s: by this toolchain, or by any if it is None."""
+        """Libraries that claim to be ``key``'s: by this toolchain, or by any if it is None.
+
+        There are none in a directory that cannot be read: `problem` says why.
+        """
         if toolchain is not None:
             path = self.path(key, toolchain)
             # Not Path.exists, which raises where a parent may not be searched.
             return [path] if os.path.exists(path) else []
-        return sorted(self.directory.glob(f"{key.file_stem}-*.so"))
+        return self._libraries_named(f"{key.file_stem}-")
+
+    def of_other_sources(self, key: CompileKey) -> list[Path]:
+        """Libraries of the same variant and target, built from other sources than ``key``'s."""
+        found = []
+        for path in self._libraries_named(f"{key.name}-{key.target}-"):
+            with suppress(OSError, ValueError):
+                if libraries.read_manifest(path)["sources"] != key.sources:
+                    found.append(path)
+        return found
+
+    def _libraries_named(self, prefix: str) -> list[Path]:
+        try:
+            names = self._names()
+        except OSError:
+            return []
+        return [
+            self.directory / name
+            for name in names
+            if name.startswith(prefix) and name.endswith(".so")
+        ]
 
     def has(self, key: CompileKey, toolchain: Toolchain) -> bool:
         """Whether a whole, loadable library of this key and toolchain is here."""
@@ -152,9 +195,14 @@ class Store:
         """Everything that is named like a kernel here, by name, each read and checked.
 
         Other libraries are not ours to look at, still less to remove.
+
+        Raises:
+            OSError: the directory is not there, or cannot be read.
         """
         found = []
-        for path in sorted(filter(_is_ours, self.directory.glob("*.so"))):
+        for path in (self.directory / name for name in self._names()):
+            if path.suffix != ".so" or not _is_ours(path):
+                continue
             problem = libraries.problem_with(path)
             try:
                 distrusted = libraries.distrusted_library(path) is not None
@@ -168,17 +216,23 @@ class Store:
         return found
 
     def leftovers(self) -> list[Path]:
-        """What crashes left: scratch directories that nobody uses any more, lone manifests."""
-        now = time.time()
+        """What crashes left: scratch directories that nobody uses any more, lone manifests.
+
+        Raises:
+            OSError: as `entries`.
+        """
+        now, paths = time.time(), [self.directory / name for name in self._names()]
         scratch = [
             path
-            for path in self.directory.glob(".building-*")
-            if now - path.lstat().st_mtime > _LEFTOVER_S
+            for path in paths
+            if path.name.startswith(".building-") and now - path.lstat().st_mtime > _LEFTOVER_S
         ]
         lone = [
             path
-            for path in self.directory.glob("*.json")
-            if _is_ours(path) and not path.with_suffix(".so").exists()
+            for path in paths
+            if path.suffix == ".json"
+            and _is_ours(path)
+            and not os.path.lexists(path.with_suffix(".so"))
         ]
         return sorted(scratch + lone)
 

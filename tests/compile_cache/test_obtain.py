@@ -54,6 +54,7 @@ def calls_itself(launch) -> bool:
 
 def test_the_order_is_memory_cache_bundles_compiler(built, fresh, tmp_path, monkeypatch, compiler):
     bundled = copy_store(built, tmp_path / "bundle")
+    (tmp_path / "none").mkdir()
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", f"{tmp_path / 'none'}:{bundled}")
     loads = []
     monkeypatch.setattr(
