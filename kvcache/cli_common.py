@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from kvcache.dtypes import is_quantized_kv_cache
 
@@ -47,6 +48,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 def console() -> Console:
     """Files and pipes have no width, and a cut table there cannot be widened."""
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+
+
+def print_whole(screen: Console, table: Table) -> None:
+    """A table that is wider than the terminal is wrapped by it, which loses nothing; one that is
+    made to fit is cut."""
+    unlimited = screen.options.update(max_width=10_000)
+    screen.width = max(screen.width, screen.measure(table, options=unlimited).maximum)
+    screen.print(table)
 
 
 def read_model(path: Path) -> dict[str, Any]:

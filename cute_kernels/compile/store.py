@@ -23,7 +23,7 @@ from typing import Any
 
 from cute_kernels.compile import library as libraries
 from cute_kernels.compile.errors import warn_once
-from cute_kernels.compile.key import CompileKey, Toolchain
+from cute_kernels.compile.key import CompileKey, Toolchain, source_fingerprint
 
 LOGGER = logging.getLogger("cute_kernels.compile")
 # A compile takes seconds. A holder that was stopped, not killed, must not stop the others too.
@@ -50,6 +50,11 @@ class Entry:
     distrusted: bool
     size: int
     modified: float
+
+    @property
+    def of_other_sources(self) -> bool:
+        """Whether it is whole, and no call of this version asks for it."""
+        return self.manifest is not None and self.manifest["sources"] != source_fingerprint()
 
 
 class Store:

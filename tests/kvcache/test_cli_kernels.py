@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cute_kernels.compile import store
+from cute_kernels.compile.key import Toolchain, installed_toolchain
 from kvcache.cli import main
 from kvcache.warmup import plan_warmup
 from tests.kvcache.helpers import CONFIGS
@@ -149,7 +152,10 @@ def test_ls_and_verify(bundle, monkeypatch):
     assert row["loadable"] and row["state"] == "" and row["bytes"] > 50_000 and row["dsl"]
     done = run("cache", "ls", bundle)
     assert row["name"] in done.output and f"{len(rows)} kernels, " in done.output
-    assert loaded("cache", "verify", bundle) == (0, {"checked": len(rows), "bad": []})
+    assert loaded("cache", "verify", bundle) == (
+        0,
+        {"checked": len(rows), "bad": [], "stale": [], "problems": []},
+    )
     # Without folders: what calls look into.
     assert loaded("cache", "ls") == (0, [])
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(bundle))
@@ -175,14 +181,59 @@ def test_verify_and_prune_find_what_is_broken(copy):
     assert loaded("cache", "verify", copy)[0] == 0
 
 
-def test_prune_removes_what_no_call_asks_for(copy, monkeypatch):
+def test_prune_removes_what_no_call_asks_for(copy, user_cache, monkeypatch):
+    """From the user's cache. A bundle may serve hosts with another compiler or version."""
+    newer = Toolchain("9.9.9", installed_toolchain().tvm_ffi)
+    monkeypatch.setattr("kvcache.cli_cache.installed_toolchain", lambda: newer)
     assert loaded("cache", "prune", copy) == (0, [])
-    monkeypatch.setattr("kvcache.cli_kernels.source_fingerprint", lambda: "newer")
-    _, removed = loaded("cache", "prune", copy)
-    assert removed and {row["why"] for row in removed} == {
-        "built from other sources of cute_kernels"
-    }
-    assert list(copy.glob("*.so")) == list(copy.glob("*.json")) == []
+    monkeypatch.setattr(store, "source_fingerprint", lambda: "newer")
+    assert loaded("cache", "prune", copy) == (0, [])
+    copy.rename(user_cache)
+    assert loaded("cache", "prune", "--dry-run") == loaded("cache", "prune", user_cache)
+    assert list(user_cache.glob("*.so")) == list(user_cache.glob("*.json")) == []
+
+
+def test_verify_tells_a_bundle_of_other_sources(copy, user_cache, monkeypatch):
+    monkeypatch.setattr(store, "source_fingerprint", lambda: "newer")
+    code, report = loaded("cache", "verify", copy)
+    assert code == 1 and report["bad"] == [] and len(report["stale"]) == planned()
+    assert report["problems"] == [
+        f"{copy} has kernels of other sources only: build it anew with this version"
+    ]
+    done = run("cache", "verify", copy)
+    assert f"{planned()} checked, 0 bad, {planned()} of other sources" in done.output
+    # In the user's cache they are its past.
+    copy.rename(user_cache)
+    assert loaded("cache", "verify")[0] == 0
+
+
+def test_a_directory_without_kernels_is_no_bundle(tmp_path, monkeypatch):
+    (tmp_path / "decode_x-sm_90a-0123456789abcdef-dsl4_ffi0.json").write_text("{}")
+    code, report = loaded("cache", "verify", tmp_path)
+    assert code == 1 and report["problems"] == [f"{tmp_path} has no kernels"]
+    assert loaded("cache", "verify")[0] == 0, "an empty user's cache is none to complain of"
+    missing = tmp_path / "mistyped"
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(missing))
+    code, report = loaded("cache", "verify")
+    assert code == 1 and report["problems"] == [f"{missing} is no directory"]
+    done = run("cache", "ls")
+    assert done.exit_code == 1 and f"{missing} is no directory" in done.output
+
+
+def test_names_are_whole_in_a_pipe(copy):
+    done = run("cache", "ls", copy)
+    assert all(path.name.split("-sm_")[0] in done.output for path in copy.glob("*.so"))
+
+
+def test_commands_name_a_directory_that_cannot_be_read(copy, monkeypatch):
+    def closed(self):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(store.Store, "_names", closed)
+    for command in ("ls", "verify", "prune"):
+        done = run("cache", command, copy)
+        assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+        assert f"{copy} cannot be read: Permission denied" in done.output
 
 
 def test_prune_all_and_the_default_folder(copy, user_cache, monkeypatch):
