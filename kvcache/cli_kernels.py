@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tqdm import tqdm
 
+from cute_kernels.compile.bundle import locate
 from cute_kernels.compile.errors import CompilerUnavailableError
 from cute_kernels.compile.pool import Outcome, compile_into, default_workers
 from cute_kernels.env import cache_directory
@@ -81,7 +82,8 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Bundle to write, for CUTE_KERNELS_BUNDLE; the user's cache without it.",
+    help="Bundle to write, for CUTE_KERNELS_BUNDLE; the user's cache, for what no bundle has, "
+    "without it.",
 )
 @click.option("--workers", default=default_workers, type=click.IntRange(min=1))
 @click.option("--dry-run", is_flag=True, help="Only say what would be compiled.")
@@ -98,7 +100,7 @@ def warmup_command(out: Path | None, workers: int, dry_run: bool, as_json: bool,
     start, outcomes = time.monotonic(), []
     if not dry_run:
         try:
-            outcomes = _compile(plan, directory, workers)
+            outcomes = _compile(plan, directory, workers, shared=out is not None)
         except (OSError, CompilerUnavailableError) as error:
             raise click.ClickException(str(error)) from error
     report = _warmup_report(plan, outcomes, directory, time.monotonic() - start)
@@ -138,14 +140,18 @@ def _plan(
         raise click.ClickException(f"{model}: {error}") from error
 
 
-def _compile(plan: WarmupPlan, directory: Path, workers: int) -> list[Outcome]:
+def _compile(plan: WarmupPlan, directory: Path, workers: int, shared: bool) -> list[Outcome]:
+    """shared: it is a bundle, and has everything. The user's cache need not have what bundles do."""
     with tqdm(total=len(plan.units), unit="kernel", disable=None) as bar:
 
         def show(outcome: Outcome) -> None:
             bar.set_postfix_str(outcome.unit.config.name)
             bar.update()
 
-        return compile_into(plan.compile_units, directory, workers, show)
+        elsewhere = {} if shared else {"elsewhere": locate}
+        return compile_into(
+            plan.compile_units, directory, workers, show, shared=shared, **elsewhere
+        )
 
 
 def _warmup_report(

@@ -52,7 +52,13 @@ def find(key: CompileKey) -> Callable[..., Any] | None:
 
 def has(key: CompileKey) -> bool:
     """Whether `find` would find it, short of the loader's refusal; nothing is loaded."""
-    return any(libraries.problem_with(path, key) is None for path in _candidates(key))
+    return locate(key) is not None
+
+
+def locate(key: CompileKey) -> Path | None:
+    """The library that `find` would load first, or None."""
+    candidates = _candidates(key)
+    return next((path for path in candidates if libraries.problem_with(path, key) is None), None)
 
 
 def of_other_sources(key: CompileKey) -> list[Path]:

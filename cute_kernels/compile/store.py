@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -83,15 +84,22 @@ class Store:
         os.stat(f"{self.directory}/.")  # to list is one right, to look at what is listed another
         return names
 
-    def prepare(self) -> None:
+    def prepare(self, shared: bool = False) -> None:
         """Make the directory, for its owner alone to write, and see that it can be written.
+
+        shared: others are to read it, so they may also pass the parents that are made for it.
 
         Raises:
             OSError: it cannot be made or written. PermissionError: others could have put code here.
         """
         if not os.path.isdir(self.directory):
+            made = [each for each in self.directory.parents if not os.path.isdir(each)]
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o755, exist_ok=True)
+            for parent in made if shared else ():
+                Store(parent).share()
+        if shared:
+            self.share()
         reason = libraries.distrusted(self.directory)
         if reason is not None:
             raise PermissionError(reason)
@@ -99,6 +107,15 @@ class Store:
         locks.mkdir(mode=0o700, exist_ok=True)
         if not (os.access(self.directory, os.W_OK) and os.access(locks, os.W_OK)):
             raise PermissionError(f"{self.directory} cannot be written")
+
+    def share(self) -> None:
+        """Let other users read it, whatever the umask was, where it is this user's.
+
+        Files in it are readable already.
+        """
+        status = self.directory.stat()
+        if status.st_uid == os.getuid() and status.st_mode & 0o055 != 0o055:
+            self.directory.chmod(stat.S_IMODE(status.st_mode) | 0o055)
 
     def path(self, key: CompileKey, toolchain: Toolchain) -> Path:
         return self.directory / f"{key.file_stem}-{toolchain.label}.so"
@@ -134,10 +151,14 @@ class Store:
             if name.startswith(prefix) and name.endswith(".so")
         ]
 
+    def loadable(self, key: CompileKey, toolchain: Toolchain | None) -> Path | None:
+        """A whole library of the key by this toolchain, or by any if it is None; else None."""
+        candidates = self.candidates(key, toolchain)
+        return next((path for path in candidates if not libraries.problem_with(path, key)), None)
+
     def has(self, key: CompileKey, toolchain: Toolchain) -> bool:
         """Whether a whole, loadable library of this key and toolchain is here."""
-        path = self.path(key, toolchain)
-        return os.path.exists(path) and libraries.problem_with(path, key) is None
+        return self.loadable(key, toolchain) is not None
 
     @contextmanager
     def lock(self, key: CompileKey, toolchain: Toolchain) -> Iterator[bool]:

@@ -61,6 +61,13 @@ def test_building_all_that_match_by_command(built, tmp_path):
     command[command.index("--match") + 1] = "no such"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "no variant has such a name" in done.stderr
+    command[command.index("--match") + 1] = "("
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "--match '(': " in done.stderr
+    command[command.index("--match") + 1] = f"{UNIT.config.name}$"
+    command[command.index("--out") + 1] = "/dev/null/none"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "/dev/null" in done.stderr
     command[-1] = "sm_70"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "'sm_70'; accepted: sm_100a, sm_103a" in done.stderr

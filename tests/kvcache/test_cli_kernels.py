@@ -86,6 +86,20 @@ def test_a_second_warmup_compiles_nothing(bundle):
     ]
 
 
+def test_a_bundle_is_used_and_not_compiled_again(bundle, user_cache, monkeypatch):
+    """As calls use it. With --out everything is to be in there."""
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(bundle))
+    code, report = loaded("warmup", *ONE, *ONE_TOKEN)
+    assert code == 0 and (report["compiled"], report["present"]) == (0, planned())
+    assert {Path(unit["path"]).parent for unit in report["units"]} == {bundle}
+    assert not user_cache.exists()
+    monkeypatch.setattr("cute_kernels.compile.pool.installed_toolchain", lambda: None)
+    assert loaded("warmup", *ONE, *ONE_TOKEN, "--out", bundle)[0] == 0
+    done = run("warmup", *ONE, *ONE_TOKEN, "--out", user_cache)
+    assert done.exit_code == 1 and f"{planned()} kernels are not in {user_cache}" in done.output
+    assert "decode_sm90_fp8_e4m3_d64_r8_bf16_box64 for sm_90a" in done.output
+
+
 def test_a_dry_run_writes_nothing(user_cache):
     code, report = loaded("warmup", *ONE, "--tp", "1,8", "--dry-run")
     assert code == 0 and report["directory"] == str(user_cache) and not user_cache.exists()
