@@ -141,7 +141,7 @@ def _plan(
 
 
 def _compile(plan: WarmupPlan, directory: Path, workers: int, shared: bool) -> list[Outcome]:
-    """shared: it is a bundle, and has everything. The user's cache need not have what bundles do."""
+    """shared: it is a bundle, with everything; the user's cache does without what bundles have."""
     with tqdm(total=len(plan.units), unit="kernel", disable=None) as bar:
 
         def show(outcome: Outcome) -> None:
