@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -86,16 +87,31 @@ def _packages() -> Iterator[Finding]:
             )
 
 
-def _cuda_runtime() -> Iterator[Finding]:
-    """Libraries take the runtime that torch loads, which is a wheel beside torch's own."""
+def _torch_build() -> Iterator[Finding]:
+    """Libraries take the runtime that torch loads, which is a wheel beside torch's own.
+
+    Wheels of the project's own index name their build in the version, those of PyPI do not.
+    """
     names = {(distribution.name or "").lower() for distribution in metadata.distributions()}
-    if "nvidia-cuda-runtime-cu12" in names and "nvidia-cuda-runtime" not in names:
-        yield Finding(
-            "CUDA runtime",
-            "broken",
-            "torch is a build for CUDA 12, the kernels are tested with CUDA 13's runtime",
-            "install a build of torch for CUDA 13",
-        )
+    try:
+        build = Version(metadata.version("torch")).local or ""
+    except metadata.PackageNotFoundError:
+        return
+    cuda = re.match(r"cu(\d+)(\d)", build)
+    problem = ""
+    if cuda is not None and int(cuda[1]) < 13:
+        problem = f"torch is a build for CUDA {cuda[1]}.{cuda[2]}"
+    elif build.startswith(("rocm", "xpu")):
+        problem = f"torch is a build for {build}"
+    elif build == "cpu" and cuda_driver() is not None:
+        problem = "torch is a build without CUDA, and this machine has a driver"
+    elif (
+        cuda is None and "nvidia-cuda-runtime-cu12" in names and "nvidia-cuda-runtime" not in names
+    ):
+        problem = "torch is a build for CUDA 12"
+    if problem:
+        found = f"{problem}; the kernels need CUDA 13's runtime, which torch brings"
+        yield Finding("torch build", "broken", found, "install a build of torch for CUDA 13")
 
 
 def _dsl_files() -> Iterator[Finding]:
@@ -316,7 +332,7 @@ def _kernels(check: str, directory: Path, entries: list[Entry]) -> Finding:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _python,
     _packages,
-    _cuda_runtime,
+    _torch_build,
     _dsl_files,
     _dsl_import,
     _compiler,

@@ -105,12 +105,34 @@ def test_a_dsl_inside_the_range(monkeypatch, version):
     assert findings(doctor._packages)["nvidia-cutlass-dsl"].status == expected
 
 
-def test_a_torch_for_cuda_12(site):
-    assert list(doctor._cuda_runtime()) == []
+def test_a_torch_for_cuda_12(site, monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.13.0")
+    assert list(doctor._torch_build()) == []
     install(site, "nvidia-cuda-runtime-cu12", "12.8.90", {"a": "x"})
-    assert "torch is a build for CUDA 12" in only(doctor._cuda_runtime).found
+    assert "torch is a build for CUDA 12;" in only(doctor._torch_build).found
     install(site, "nvidia-cuda-runtime", "13.0.96", {"b": "x"})
-    assert list(doctor._cuda_runtime()) == []
+    assert list(doctor._torch_build()) == []
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "problem"),
+    (
+        ("+cu130", 13000, None),
+        ("+cu132", None, None),
+        ("", 13000, None),
+        ("+cpu", None, None),
+        ("+cpu", 13000, "a build without CUDA, and this machine has a driver"),
+        ("+cu126", 13000, "a build for CUDA 12.6"),
+        ("+cu118", None, "a build for CUDA 11.8"),
+        ("+rocm6.4", 13000, "a build for rocm6.4"),
+    ),
+)
+def test_builds_of_torch(site, monkeypatch, build, driver, problem):
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: f"2.13.0{build}")
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: driver)
+    found = list(doctor._torch_build())
+    assert [finding.status for finding in found] == ["broken"] * (problem is not None)
+    assert problem is None or f"torch is {problem}; " in found[0].found
 
 
 def test_missing_packages(monkeypatch):
@@ -122,7 +144,7 @@ def test_missing_packages(monkeypatch):
     assert found["torch"].status == found["apache-tvm-ffi"].status == "broken"
     assert found["nvidia-cutlass-dsl"].status == "warning"
     assert "kernels come from bundles only" in found["nvidia-cutlass-dsl"].found
-    assert list(doctor._dsl_import()) == []
+    assert list(doctor._dsl_import()) == list(doctor._torch_build()) == []
 
 
 def test_whole_files_of_one_release(site):
