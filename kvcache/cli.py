@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import cute_kernels
+from cute_kernels.compile.build import print_any_path
 from kvcache.blocks import get_preferred_block_size_for_config
 from kvcache.cli_cache import cache_group
 from kvcache.cli_common import (
@@ -35,6 +36,7 @@ from kvcache.selection import caveats, explain, select_kernel, select_kernels
 @click.version_option(cute_kernels.__version__, prog_name="kvcache")
 def main() -> None:
     """What the kernels of cute-kernels can do for a model, and how to have them ready."""
+    print_any_path()
 
 
 main.add_command(warmup_command)

@@ -18,7 +18,7 @@ from cute_kernels.compile.bundle import layers
 from cute_kernels.compile.key import installed_toolchain
 from cute_kernels.compile.store import Entry, Store
 from cute_kernels.env import cache_directory
-from kvcache.cli_common import console, json_option, print_whole
+from kvcache.cli_common import JsonCommand, console, json_option, print_whole
 
 
 @click.group("cache")
@@ -74,7 +74,7 @@ def _listing(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-@cache_group.command("ls")
+@cache_group.command("ls", cls=JsonCommand)
 @_directories
 @json_option
 def ls_command(directories: tuple[Path, ...], as_json: bool) -> None:
@@ -112,7 +112,7 @@ def _print_listing(listing: Sequence[dict[str, Any]]) -> None:
     click.echo(f"{len(listing)} kernels, {sum(row['bytes'] for row in listing) / 2**20:.1f} MiB")
 
 
-@cache_group.command("verify")
+@cache_group.command("verify", cls=JsonCommand)
 @_directories
 @json_option
 def verify_command(directories: tuple[Path, ...], as_json: bool) -> None:
@@ -153,7 +153,7 @@ def _nothing_to_serve(directory: Path, rows: Sequence[dict[str, Any]]) -> str | 
     return None
 
 
-@cache_group.command("prune")
+@cache_group.command("prune", cls=JsonCommand)
 @_directories
 @click.option("--all", "everything", is_flag=True, help="Remove the current ones too.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")

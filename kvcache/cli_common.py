@@ -15,11 +15,11 @@ from rich.table import Table
 from kvcache.dtypes import is_quantized_kv_cache
 
 
-def refusing(check: Callable[[str], object]) -> Callable[..., str]:
+def refusing(check: Callable[[Any], object]) -> Callable[..., Any]:
     """A callback for an option: what `check` raises ValueError for is refused by the option's name,
     before it meets a model's file and is taken for a fault of that."""
 
-    def callback(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         try:
             check(value)
         except ValueError as error:
@@ -27,6 +27,18 @@ def refusing(check: Callable[[str], object]) -> Callable[..., str]:
         return value
 
     return callback
+
+
+class JsonCommand(click.Command):
+    """A command that with --json prints an object also where it fails: {"error": why}."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            if ctx.params.get("as_json"):
+                click.echo(json.dumps({"error": error.format_message()}, indent=1))
+            raise
 
 
 kv_cache_dtype_option = click.option(

@@ -13,11 +13,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tqdm import tqdm
 
-from cute_kernels.compile.bundle import locate
+from cute_kernels.compile.bundle import check_name, locate
 from cute_kernels.compile.errors import CompilerUnavailableError
 from cute_kernels.compile.pool import Outcome, compile_into, default_workers
 from cute_kernels.env import cache_directory
 from kvcache.cli_common import (
+    JsonCommand,
     batch_invariant_option,
     console,
     json_option,
@@ -53,7 +54,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
     return numbers
 
 
-@click.command("warmup", context_settings={"show_default": True})
+@click.command("warmup", cls=JsonCommand, context_settings={"show_default": True})
 @click.option(
     "--model",
     required=True,
@@ -82,6 +83,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
+    callback=refusing(lambda out: None if out is None else check_name(out)),
     help="Bundle to write, for CUTE_KERNELS_BUNDLE; the user's cache, for what no bundle has, "
     "without it.",
 )

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from tqdm import tqdm
 
+from cute_kernels.compile.bundle import check_name
 from cute_kernels.compile.errors import CompilerUnavailableError
 from cute_kernels.compile.plans import CompileUnit, all_units
 from cute_kernels.compile.pool import Outcome, compile_into, default_workers
@@ -24,6 +26,11 @@ from cute_kernels.compile.pool import Outcome, compile_into, default_workers
 @click.option("--workers", default=default_workers, type=click.IntRange(min=1))
 def main(out: Path, target: tuple[str, ...], match: str, workers: int) -> None:
     """Compile the kernels into a directory for CUTE_KERNELS_BUNDLE."""
+    print_any_path()
+    try:
+        check_name(out)
+    except ValueError as error:
+        raise click.BadParameter(f"--out {error}") from error
     known = sorted({unit.target for unit in all_units()})
     unknown = [each for each in target if each not in known]
     if unknown:
@@ -36,6 +43,12 @@ def main(out: Path, target: tuple[str, ...], match: str, workers: int) -> None:
     if not units:
         raise click.ClickException(f"--match {match!r}: no variant has such a name")
     build(units, out, workers)
+
+
+def print_any_path() -> None:
+    """Let paths that are no UTF-8 be printed, as the bytes that they are."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="surrogateescape")
 
 
 def build(units: Sequence[CompileUnit], out: Path, workers: int) -> None:

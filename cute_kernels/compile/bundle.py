@@ -7,6 +7,7 @@ cute_kernels.compile.build`` write those on machines without a GPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ OTHER_SOURCES = (
     "built from other sources of cute_kernels than those installed, so it is not used; build the "
     "bundle anew with this version"
 )
+
+
+def check_name(directory: Path) -> None:
+    """Raises ValueError for a directory that CUTE_KERNELS_BUNDLE cannot name."""
+    if os.pathsep in str(directory):
+        raise ValueError(
+            f"{str(directory)!r} has a {os.pathsep!r}, which separates directories in "
+            "CUTE_KERNELS_BUNDLE"
+        )
 
 
 def layers() -> list[Path]:
@@ -79,7 +89,7 @@ def load_or_warn(path: Path, key: CompileKey) -> Callable[..., Any] | None:
     if problem is None:
         try:
             return libraries.load(path)
-        except (RuntimeError, OSError, AttributeError) as error:
+        except (RuntimeError, OSError, AttributeError, ValueError) as error:
             problem = str(error)
     warn_once(path, f"{path}: not loaded: {problem}")
     return None

@@ -68,6 +68,10 @@ def test_building_all_that_match_by_command(built, tmp_path):
     command[command.index("--out") + 1] = "/dev/null/none"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "/dev/null" in done.stderr
+    command[command.index("--out") + 1] = "a:b"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "'a:b' has a ':'" in done.stderr
+    command[command.index("--out") + 1] = str(folder)
     command[-1] = "sm_70"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "'sm_70'; accepted: sm_100a, sm_103a" in done.stderr

@@ -139,6 +139,20 @@ def test_a_user_without_a_home_degrades_to_memory(monkeypatch, compiler):
         assert obtain.launcher(UNIT)() == UNIT.name
 
 
+def test_home_directories_and_relative_ones(monkeypatch, tmp_path):
+    """Files of variables have a `~` that no shell replaces. XDG has relative paths ignored."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", "~/a:/b/~:~nobody-of-this-name/c")
+    expected = [tmp_path / "a", Path("/b/~"), Path("~nobody-of-this-name/c")]
+    assert bundle.bundle_directories() == expected
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", "~/kernels")
+    assert bundle.cache_directory() == tmp_path / "kernels"
+    monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR")
+    for relative in ("cache", "", "./x"):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        assert bundle.cache_directory() == tmp_path / ".cache" / "cute_kernels" / "kernels"
+
+
 def test_where_the_user_cache_is(monkeypatch):
     from cute_kernels.env import cache_directory
 

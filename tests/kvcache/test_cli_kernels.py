@@ -152,11 +152,31 @@ def test_what_is_not_served_fails_by_name():
         (("--arch", ","), "capability: got ','"),
         (("--arch", "hopper"), "capability: got 'hopper'"),
         (("--kv-cache-dtype", "fp9"), "got 'fp9'"),
+        (("--out", "a:b"), "'a:b' has a ':', which separates directories in CUTE_KERNELS_BUNDLE"),
     ),
 )
 def test_wrong_options(options, message):
     done = run("warmup", *ONE, *options, "--dry-run")
     assert done.exit_code != 0 and message in done.output and "Traceback" not in done.output
+
+
+def test_json_of_a_command_that_fails(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    done = run("warmup", "--model", tmp_path, "--json")
+    assert done.exit_code == 1
+    assert "holds an object, this is a list" in json.loads(done.stdout)["error"]
+    assert "Error: " in done.stderr
+
+
+def test_a_path_that_is_no_text_is_printed_as_it_is(copy):
+    folder = os.fsencode(copy.parent) + b"/by\xffte"
+    os.rename(copy, folder)
+    victim = sorted(path for path in os.listdir(folder) if path.endswith(b".json"))[0]
+    os.unlink(os.path.join(folder, victim))
+    for command in ("verify", "prune"):
+        arguments = [sys.executable, "-m", "kvcache", "cache", command, folder]
+        done = subprocess.run(arguments, cwd=ROOT, capture_output=True, timeout=300)
+        assert folder in done.stdout and b"Traceback" not in done.stderr
 
 
 def test_ls_and_verify(bundle, monkeypatch):
