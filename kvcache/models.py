@@ -6,6 +6,7 @@ say and cannot be derived is refused, not guessed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +45,20 @@ _MAX_LAYERS = 10_000
 _MODELS_WITH_BIDIRECTIONAL_IMAGES = {"gemma3", "paligemma"}
 # Layers that keep a state of fixed size, no keys and values.
 _WITHOUT_KV_CACHE = {"conv", "linear_attention", "mamba", "recurrent"}
+# Head size of the full layers where the file does not say it.
+_GLOBAL_HEAD_SIZES = dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), 512)
+# Full layers have KV heads of their own number only where the file has `attention_k_eq_v` as well.
+_GLOBAL_HEADS_ON_REQUEST = set(_GLOBAL_HEAD_SIZES)
+# What `per_layer_config` may say of a layer: what attention takes from it, and what it does not.
+_PER_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads", "sliding_window"}
+_PER_LAYER_ELSEWHERE = {
+    "hidden_act",
+    "hidden_activation",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "top_k_experts",
+}
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -51,7 +66,8 @@ _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_atten
 class LayerKind:
     """Layers of a model that are alike.
 
-    name: the file's word for the type. layers: their indices.
+    name: the file's word for the type; with the first of the layers, as in "full_attention[5]",
+    where layers of the type are not all alike. layers: their indices.
     config: what they need; None where no KV cache is kept, or where `note` says that this type is
     not known here. shared: how many of the layers read another layer's cache. images: the tokens of
     an image see each other, which they need only if images are sent.
@@ -110,25 +126,26 @@ def layer_kinds(
         ValueError: a missing field, or one that cannot be right; the message names it.
     """
     check_type("model", model, Mapping, "a mapping, the parsed config.json")
-    inner = model.get("text_config") or {}
-    if not isinstance(inner, Mapping):
-        raise ValueError(f"text_config: got a {type(inner).__name__}; accepted: an object")
-    text = {**model, **inner}
+    text = text_of(model)
     types = _layer_types(text)
     shared_from = len(types) - _optional(text, "num_kv_shared_layers", 0, len(types))
-    base = _full_attention(text, kv_cache_dtype, capability)
-    images = not (text_only or base.bidirectional_spans) and _sees_images_both_ways(model, text)
-    base = replace(
-        base,
-        bidirectional_spans=base.bidirectional_spans or images,
-        batch_invariant=batch_invariant,
-    )
+    like: dict[tuple[str, frozenset[tuple[str, Any]]], list[int]] = {}
+    for index, layer in enumerate(zip(types, _layer_fields(text, types), strict=True)):
+        like.setdefault((layer[0], frozenset(layer[1].items())), []).append(index)
     kinds = []
-    for name in dict.fromkeys(types):
-        layers = tuple(index for index, kind in enumerate(types) if kind == name)
-        shared = sum(index >= shared_from for index in layers)
+    for (name, fields), indices in like.items():
+        layers, shared = tuple(indices), sum(index >= shared_from for index in indices)
         if name in _ATTENTION:
-            config = _of_type(name, base, text)
+            own = {**text, **dict(fields)}
+            config = _of_type(name, _full_attention(own, kv_cache_dtype, capability), own)
+            config = replace(config, batch_invariant=batch_invariant)
+            images = not (text_only or config.bidirectional_spans)
+            images = images and _sees_images_both_ways(model, own)
+            if images:
+                config = replace(config, bidirectional_spans=True)
+            if types.count(name) > len(layers):
+                # A type of several geometries: each kind is named after its first layer.
+                name = f"{name}[{layers[0]}]"
             kinds.append(LayerKind(name, layers, config, shared, images=images))
         elif name in _WITHOUT_KV_CACHE:
             kinds.append(LayerKind(name, layers, None, note="keeps no keys and values"))
@@ -137,6 +154,37 @@ def layer_kinds(
                 LayerKind(name, layers, None, shared, f"layers of type {name!r} are not known here")
             )
     return kinds
+
+
+def text_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the text model of a multimodal one, or the model's.
+
+    Raises:
+        ValueError: a field that cannot be right.
+    """
+    inner = model.get("text_config") or {}
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"text_config: got a {type(inner).__name__}; accepted: an object")
+    text = {**model, **inner}
+    for name in ("model_type", "dtype", "torch_dtype"):
+        if not isinstance(text.get(name), str | None):
+            raise ValueError(f"{name}: got {text[name]!r}; accepted: a name")
+    return text
+
+
+def dtype_of(text: Mapping[str, Any]) -> str:
+    """What the model computes in, "bf16" or "fp16".
+
+    Raises:
+        ValueError: another dtype.
+    """
+    name = "dtype" if text.get("dtype") else "torch_dtype"
+    # A checkpoint in float32 is served in 16 bits.
+    known = {"bfloat16": "bf16", "float16": "fp16", "float32": "bf16"}
+    dtype = text.get(name) or "bfloat16"
+    if dtype not in known:
+        raise ValueError(f"{name}: got {dtype!r}; accepted: {', '.join(known)}")
+    return known[dtype]
 
 
 def _full_attention(
@@ -151,14 +199,18 @@ def _full_attention(
         head_size = _field(text, "kv_lora_rank") + _field(text, "qk_rope_head_dim")
     elif _optional(text, "v_head_dim", head_size) != head_size:
         raise ValueError(f"v_head_dim: got {text['v_head_dim']}; accepted: head_dim, {head_size}")
-    dtype = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
+    kv_heads = 1 if mla else _optional(text, "num_key_value_heads", heads) or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads: got {heads}; accepted: multiples of num_key_value_heads, "
+            f"{kv_heads}"
+        )
     return AttentionConfig(
         head_size=head_size,
         num_q_heads=heads,
-        num_kv_heads=1 if mla else _optional(text, "num_key_value_heads", heads) or heads,
+        num_kv_heads=kv_heads,
         kv_cache_dtype=kv_cache_dtype,
-        # A checkpoint in float32 is served in 16 bits.
-        query_dtype="bfloat16" if dtype == "float32" else dtype,
+        query_dtype=dtype_of(text),
         capability=capability,
         softcap=bool(text.get("attn_logit_softcapping")),
         sinks=text.get("model_type") in _MODELS_WITH_SINKS,
@@ -178,10 +230,57 @@ def _of_type(name: str, full: AttentionConfig, text: Mapping[str, Any]) -> Atten
         return replace(full, sliding_window=_field(text, "sliding_window"))
     if name == "chunked_attention":
         return replace(full, chunked=True)
-    # Gemma-4 gives its full layers another geometry.
-    head_size = text.get("global_head_dim") or full.head_size
-    heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v", True) else None
-    return replace(full, head_size=head_size, num_kv_heads=heads or full.num_kv_heads)
+    return full
+
+
+def _layer_fields(text: Mapping[str, Any], types: list[str]) -> list[dict[str, Any]]:
+    """For each layer, the fields that it has in the place of the model's."""
+    given = text.get("per_layer_config")
+    if given is not None:
+        return _given_layer_fields(given, text, types)
+    # Older files of Gemma-4 say so of all full layers together.
+    model_type = text.get("model_type")
+    own: dict[str, Any] = {}
+    head_size = _optional(text, "global_head_dim", _GLOBAL_HEAD_SIZES.get(model_type))
+    heads = _optional(text, "num_global_key_value_heads", None)
+    if head_size is not None:
+        own["head_dim"] = head_size
+    if heads and text.get("attention_k_eq_v", model_type not in _GLOBAL_HEADS_ON_REQUEST):
+        own["num_key_value_heads"] = heads
+    return [own if name == "full_attention" else {} for name in types]
+
+
+def _given_layer_fields(
+    given: Any, text: Mapping[str, Any], types: list[str]
+) -> list[dict[str, Any]]:
+    """`per_layer_config` maps indices, which JSON has as strings like "05", to fields."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"per_layer_config: got a {type(given).__name__}; accepted: an object")
+    count = len(types)
+    own: list[dict[str, Any]] = [{} for _ in types]
+    for key, fields in given.items():
+        where = f"per_layer_config[{key!r}]"
+        if not re.fullmatch("[0-9]{1,9}", str(key)) or int(key) >= count:
+            raise ValueError(f"{where}: accepted: indices of layers, 0 to {count - 1}")
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"{where}: got a {type(fields).__name__}; accepted: an object")
+        unknown = sorted(set(fields) - _PER_LAYER - _PER_LAYER_ELSEWHERE)
+        if unknown:
+            raise ValueError(
+                f"{where}.{unknown[0]}: what it means for attention is not known here; "
+                f"accepted: {', '.join(sorted(_PER_LAYER))}"
+            )
+        for name in sorted(_PER_LAYER & set(fields)):
+            value = fields[name]
+            if value is not None:
+                try:
+                    _field(fields, name)
+                except ValueError as error:
+                    raise ValueError(f"{where}.{error}") from error
+            matters = name != "sliding_window" or types[int(key)] == "sliding_attention"
+            if matters and value != text.get(name):
+                own[int(key)][name] = value
+    return own
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[str]:

@@ -64,6 +64,9 @@ def test_qwen3_heads_are_not_a_share_of_the_hidden_size():
         ({"num_kv_shared_layers": 99}, "num_kv_shared_layers"),
         ({"num_kv_shared_layers": -2}, "num_kv_shared_layers"),
         ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"dtype": ["bfloat16"]}, "dtype"),
+        ({"dtype": "float8"}, "^dtype"),
         ({"head_dim": 128, "v_head_dim": 64}, "v_head_dim"),
     ],
 )  # fmt: skip
