@@ -12,7 +12,7 @@ import math
 import struct
 import warnings
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,18 +44,23 @@ class KVScales:
     kv_cache_dtype: what they were calibrated for; None where nobody said. Scales for another
     storage format are wrong by a constant factor (fp8's are 6 times nvfp4's), which nothing in
     their values shows.
+    rotated_keys: whether they were calibrated on keys multiplied by the Hadamard matrix of
+    `PagedKVCache(rotate_keys=True)`, whose largest elements are others.
 
     Raises:
         ValueError: none, or one that is not finite and within [2^-100, 2^100] as float32: a Python
             float can round to 0 or infinity on the way to the device. A tensor of more dimensions
             or on the meta device. A dtype without scales.
+        TypeError: scales that are no numbers, a rotated_keys that is no bool.
     """
 
     k: tuple[float, ...]
     v: tuple[float, ...]
     kv_cache_dtype: str | None = None
+    rotated_keys: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_type("rotated_keys", self.rotated_keys, bool, "True or False")
         for name in ("k", "v"):
             object.__setattr__(self, name, _checked_scales(name, getattr(self, name)))
         if self.kv_cache_dtype is not None:
@@ -81,6 +86,23 @@ class KVScales:
             raise ValueError(
                 f"{what}: these are for kv_cache_dtype {self.kv_cache_dtype!r}, asked for were "
                 f"those of {kv_cache_dtype!r}"
+            )
+
+    def check_rotation(self, rotated_keys: bool, what: str = "scales") -> None:
+        """Refuse to be used with a cache that holds keys otherwise rotated than the calibration's.
+
+        Args:
+            rotated_keys: whether the cache's keys are rotated.
+            what: how the message calls these scales.
+
+        Raises:
+            ValueError: naming both.
+        """
+        if self.rotated_keys is not rotated_keys:
+            words = {True: "rotated", False: "plain"}
+            raise ValueError(
+                f"{what}: rotated_keys is {self.rotated_keys}, these are for "
+                f"{words[self.rotated_keys]} keys; the cache holds {words[rotated_keys]} ones"
             )
 
     def tensors(
@@ -111,6 +133,8 @@ def suggest_scales(
     v_absmax: float | Iterable[float],
     kv_cache_dtype: str,
     current: KVScales | None = None,
+    *,
+    rotated_keys: bool = False,
 ) -> KVScales:
     """Scales that use a format's whole range: absmax / 448 for fp8, absmax / (6 * 448) for nvfp4.
 
@@ -123,10 +147,12 @@ def suggest_scales(
             0, nothing was seen and the scale is 1.
         kv_cache_dtype: a quantized dtype.
         current: scales in use; warned about where they lose accuracy on such data.
+        rotated_keys: whether the keys seen were rotated; noted in the result.
 
     Raises:
         ValueError: an absmax that is negative, infinite or NaN, or so small or large that its
-            scale is out of range; a dtype without scales.
+            scale is out of range; a dtype without scales; current scales of another storage format
+            or rotation.
     """
     dtype = check_has_scales(kv_cache_dtype)
     absmax = {
@@ -135,6 +161,7 @@ def suggest_scales(
     }
     if current is not None:
         check_type("current", current, KVScales, "KVScales or None")
+        current.check_rotation(rotated_keys, "current")
         if current.kv_cache_dtype is not None:
             current.check_dtype(kv_cache_dtype, "current")
     for side, values in absmax.items():
@@ -149,6 +176,7 @@ def suggest_scales(
             for side, values in absmax.items()
         },
         kv_cache_dtype=kv_cache_dtype,
+        rotated_keys=rotated_keys,
     )
 
 

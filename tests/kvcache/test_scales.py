@@ -341,3 +341,13 @@ def test_layers_without_host_copies_are_left_so():
     layer._k_scale.fill_(0.25)
     assert sync_host_copies(layer) == []
     assert not hasattr(layer, "_k_scale_cpu") and layer._k_scale_float is None
+
+
+def test_scales_remember_whether_keys_were_rotated():
+    assert KVScales(1.0, 1.0).rotated_keys is False
+    found = suggest_scales(1.0, 1.0, "fp8", rotated_keys=True)
+    assert found.rotated_keys and found != suggest_scales(1.0, 1.0, "fp8")
+    with pytest.raises(ValueError, match="^current: rotated_keys is True, .* holds plain ones"):
+        suggest_scales(1.0, 1.0, "fp8", found)
+    with pytest.raises(TypeError, match="^rotated_keys: got a int; accepted: True or False"):
+        KVScales(1.0, 1.0, rotated_keys=1)

@@ -299,3 +299,11 @@ def test_vllms_loader_finds_the_names_of_the_file(tmp_path):
     parameters = {f"model.layers.0.self_attn.attn.{side}_scale": None for side in "kv"}
     for stored in safe_open(tmp_path / "s", "pt").keys():
         assert maybe_remap_kv_scale_name(stored, parameters) in parameters
+
+
+def test_scales_of_rotated_keys_are_refused(tmp_path):
+    """vLLM stores keys as they are."""
+    models = Models(draft_types=())
+    with_file(models.config, tmp_path / "s", [KVScales(0.5, 0.5, rotated_keys=True)] * 4)
+    with pytest.raises(ValueError, match=r"^kv_scales: .*layers\.0.*: rotated_keys is True"):
+        models.builder([name(TARGET, 0)])

@@ -57,12 +57,18 @@ def configured_scales(vllm_config: Any) -> dict[str, KVScales]:
     """The scales of the file that the user named, by vLLM's name of the layer's module.
 
     Raises:
-        ValueError: see `kvcache.calibration.load_kv_scales`.
+        ValueError: see `kvcache.calibration.load_kv_scales`; scales of rotated keys, which vLLM
+            does not store.
     """
     extra = vllm_config.additional_config
     ours = extra.get("cute_kernels", {}) if isinstance(extra, dict) else {}
     path = ours.get("kv_scales")
-    return {} if path is None else load_kv_scales(path, vllm_config.cache_config.cache_dtype)
+    if path is None:
+        return {}
+    scales = load_kv_scales(path, vllm_config.cache_config.cache_dtype)
+    for name, each in scales.items():
+        each.check_rotation(False, f"kv_scales: {path}: {name}")
+    return scales
 
 
 class GroupScales:
