@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         resolve_kv_cache_dtype,
     )
     from .hybrid import HybridPlan, LayerGroup, plan_pages
+    from .layer_scales import restore_scales, save_scales, sync_host_copies
     from .mtp import (
         StaleScalesError,
         check_mtp_scales,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
         map_draft_to_target,
         propagate_mtp_scales,
     )
-    from .scales import KVScales, restore_scales, save_scales, suggest_scales, sync_host_copies
+    from .scales import KVScales, suggest_scales
     from .selection import (
         can_run,
         can_share_cache,
@@ -124,6 +125,7 @@ _NAMES = {
         "resolve_kv_cache_dtype",
     ),
     ".hybrid": ("HybridPlan", "LayerGroup", "plan_pages"),
+    ".layer_scales": ("restore_scales", "save_scales", "sync_host_copies"),
     ".mtp": (
         "StaleScalesError",
         "check_mtp_scales",
@@ -131,7 +133,7 @@ _NAMES = {
         "map_draft_to_target",
         "propagate_mtp_scales",
     ),
-    ".scales": ("KVScales", "restore_scales", "save_scales", "suggest_scales", "sync_host_copies"),
+    ".scales": ("KVScales", "suggest_scales"),
     ".selection": (
         "can_run",
         "can_share_cache",

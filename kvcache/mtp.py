@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcache.checks import check_all, check_type
-from kvcache.scales import (
+from kvcache.layer_scales import (
     CACHE_SCALES,
     FORMS,
     OTHER_SCALES,

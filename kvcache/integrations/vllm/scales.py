@@ -18,8 +18,9 @@ from typing import Any
 from kvcache.calibration import apply_kv_scales, load_kv_scales
 from kvcache.integrations.vllm import logger
 from kvcache.integrations.vllm.counters import COUNTERS
+from kvcache.layer_scales import CACHE_SCALES
 from kvcache.mtp import check_mtp_scales, propagate_mtp_scales
-from kvcache.scales import CACHE_SCALES, KVScales
+from kvcache.scales import KVScales
 
 
 def sharing(layers: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
