@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from .calibration import apply_kv_scales, load_kv_scales, save_kv_scales
     from .config import AttentionConfig, capability_of
+    from .draft_map import map_draft_to_target
     from .dtypes import (
         KV_CACHE_DTYPES,
         KVCacheDType,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         StaleScalesError,
         check_mtp_scales,
         copy_target_kv_scales,
-        map_draft_to_target,
         propagate_mtp_scales,
     )
     from .scales import KVScales, suggest_scales
@@ -112,6 +112,7 @@ _NAMES = {
     ),
     ".calibration": ("apply_kv_scales", "load_kv_scales", "save_kv_scales"),
     ".config": ("AttentionConfig", "capability_of"),
+    ".draft_map": ("map_draft_to_target",),
     ".dtypes": (
         "KV_CACHE_DTYPES",
         "KVCacheDType",
@@ -130,7 +131,6 @@ _NAMES = {
         "StaleScalesError",
         "check_mtp_scales",
         "copy_target_kv_scales",
-        "map_draft_to_target",
         "propagate_mtp_scales",
     ),
     ".scales": ("KVScales", "suggest_scales"),

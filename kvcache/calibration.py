@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from kvcache.checks import check_all, check_type, described
+from kvcache.layer_scales import read_scale, same_values
 from kvcache.scales import KVScales, check_has_scales
 from kvcache.writes import Transaction
 
@@ -172,6 +173,13 @@ def apply_kv_scales(
         TypeError: a name that is none, a layer that takes no attributes, scales that are no
             `KVScales`. No layer is changed then.
     """
+    plan_kv_scales(layers, scales, rotated_keys=rotated_keys).commit()
+
+
+def plan_kv_scales(
+    layers: Mapping[str, Any], scales: Mapping[str, KVScales], *, rotated_keys: bool = False
+) -> Transaction:
+    """`apply_kv_scales`, checked but not yet done."""
     for what, mapping in (("layers", layers), ("scales", scales)):
         check_type(what, mapping, Mapping, "a mapping by layer name")
         for name in mapping:
@@ -205,7 +213,25 @@ def apply_kv_scales(
             transaction.set(layer, f"_{side}_scale", tensor)
             transaction.set(layer, f"_{side}_scale_float", tensor.max().item())
             transaction.set(layer, f"_{side}_scale_cpu", tensor, resize=True)
-    transaction.commit()
+    return transaction
+
+
+def has_kv_scales(layer: Any, scales: KVScales) -> bool:
+    """Whether a layer has these scales in all three forms; reads two numbers or rows of the device.
+
+    Raises:
+        ValueError: scales on the meta device.
+    """
+    for side, tensor in zip(_SIDES, scales.tensors(), strict=True):
+        device, host = (getattr(layer, f"_{side}_scale{form}", None) for form in ("", "_cpu"))
+        if getattr(layer, f"_{side}_scale_float", None) != tensor.max().item():
+            return False
+        for held in (device, host):
+            if not isinstance(held, torch.Tensor):
+                return False
+            if not same_values(read_scale("layer", f"_{side}_scale", held), tensor):
+                return False
+    return True
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -8,7 +8,8 @@ survive sleep and wake bit for bit, and host copies follow the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,6 +110,64 @@ def sync_host_copies(model: torch.nn.Module) -> list[str]:
     return stale
 
 
+class ScaleWatch:
+    """Notices on the host that a layer's K or V scale may have been written; reads no device.
+
+    It sees another tensor, other memory, another float, another value on the host, and every write
+    that counts up a tensor's version, which PyTorch's own operations do. It cannot see writes to
+    the device that do not: through `tensor.data`, by kernels and collectives that take an address,
+    inside a CUDA graph that is replayed, and all of a tensor made under `inference_mode`, which
+    has no version. `kvcache.check_mtp_scales` and `kvcache.sync_host_copies` read the device.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._known: list[tuple[Any, ...]] | None = None
+
+    def changed(self) -> bool:
+        """Whether anything has changed since `accept`, or that was never called."""
+        if self._known is None:
+            return True
+        for get, name, value, address, mark in self._known:
+            if address is None:
+                if get(name, None) != value:
+                    return True
+            elif get(name, None) is not value or value.data_ptr() != address:
+                return True
+            elif mark is not None and mark[0](value) != mark[1]:
+                return True
+        return False
+
+    def accept(self) -> None:
+        """Take what is there now as known."""
+        self._known = []
+        for name in (base + form for base in CACHE_SCALES for form in FORMS):
+            value = getattr(self._layer, name, None)
+            known = (None, None)
+            if isinstance(value, torch.Tensor):
+                known = (value.data_ptr(), _mark(value, on_host=name.endswith("_cpu")))
+            self._known.append((_getter(self._layer, name), name, value, *known))
+
+
+def _mark(scale: torch.Tensor, *, on_host: bool) -> tuple[Callable[..., Any], Any] | None:
+    """What tells whether a tensor was written: a function of it, and its value now."""
+    if on_host and scale.is_cpu:
+        return torch.Tensor.tolist, scale.tolist()
+    return None if scale.is_inference() else (_VERSION, scale._version)
+
+
+_VERSION = torch.Tensor._version.__get__
+
+
+def _getter(layer: Any, name: str) -> Callable[..., Any]:
+    """`get(name, default)` of one attribute; a module finds its buffers at the very end."""
+    fields = getattr(layer, "__dict__", {})
+    for place in (fields, fields.get("_buffers", {}), fields.get("_parameters", {})):
+        if name in place:
+            return place.get
+    return partial(getattr, layer)
+
+
 def read_scale(layer_name: str, attribute: str, scale: torch.Tensor) -> torch.Tensor:
     """A scale on the host.
 
@@ -141,6 +200,11 @@ def float_agrees(layer: Any, base: str, value: torch.Tensor) -> bool:
     """
     as_stored = torch.tensor(float(getattr(layer, base + "_float")), dtype=value.dtype)
     return bool(value.min() <= as_stored <= value.max())
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors on the host hold the same scales; () and (1,) and dtypes may differ."""
+    return torch.equal(a.detach().reshape(-1).double(), b.detach().reshape(-1).double())
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -140,7 +140,7 @@ def test_the_v2_runner_copies_and_the_first_batch_changes_nothing(monkeypatch):
     models = Models()
     models.wire(v2)
     written = []
-    monkeypatch.setattr(plugin_scales, "propagate", lambda *args: written.append(args))
+    monkeypatch.setattr(plugin_scales, "propagate_mtp_scales", lambda *args: written.append(args))
     models.builder([name(DRAFT, 0)]).build(0, one_batch())
     assert not written
 
