@@ -47,11 +47,14 @@ def save_scales(model: torch.nn.Module) -> dict[str, Any]:
 def restore_scales(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Put saved scales back, bit for bit, into the tensors that the layers have.
 
-    Nothing is written unless everything can be.
+    Host tensors may have another shape than when they were saved: an engine's reload makes them
+    anew. Where attributes share a tensor now and have different scales to get, all but the first
+    get one of their own: CUDA graphs that were captured while they shared it must be captured
+    again. Nothing is written unless everything can be.
 
     Raises:
         ValueError: a layer or attribute that only one of `model` and `state` has, or a tensor of
-            another shape or dtype; the message names it.
+            another dtype or, on the device, shape; the message names it.
     """
     check_type("state", state, Mapping, "what save_scales returned")
     places = {
@@ -65,14 +68,20 @@ def restore_scales(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     ):
         if missing:
             raise ValueError(f"{what}: has no {', '.join(missing)}")
+    transaction = Transaction()
+    written: dict[Any, torch.Tensor] = {}
     for key, (layer, attribute) in places.items():
         here, saved = getattr(layer, attribute), state[key]
-        if _kind(here) != _kind(saved):
+        on_host = attribute.endswith("_cpu")
+        if _kind(here, on_host) != _kind(saved, on_host):
             raise ValueError(f"{key}: the layer has {_kind(here)}, saved was {_kind(saved)}")
-    # Layers that shared a tensor when it was saved go on sharing it.
-    transaction = Transaction(unshare=False)
-    for key, place in places.items():
-        transaction.set(*place, state[key])
+        if isinstance(here, torch.Tensor) and here.numel() and not here.is_meta:
+            # Attributes that share a tensor go on sharing it where they get the same.
+            place = (here.device, here.data_ptr(), here.shape, here.stride())
+            if place in written and same_bits(written[place], saved):
+                continue
+            written.setdefault(place, saved)
+        transaction.set(layer, attribute, saved, resize=on_host)
     transaction.commit()
 
 
@@ -235,7 +244,7 @@ def _key(layer_name: str, attribute: str) -> str:
     return f"{layer_name}.{attribute}" if layer_name else attribute
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Any, any_shape: bool = False) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
+        return str(value.dtype) if any_shape else f"{value.dtype} {tuple(value.shape)}"
     return type(value).__name__

@@ -30,9 +30,6 @@ def without_ids(layer: torch.nn.Module) -> dict[str, object]:
     return {name: v[1:] if isinstance(v, tuple) else v for name, v in found.items()}
 
 
-# ---- values ------------------------------------------------------------------------------------
-
-
 def test_sleep_and_wake_restore_every_bit():
     model = Model()
     before = [snapshot(layer) for layer in model.layers]
@@ -80,6 +77,56 @@ def test_layers_that_share_a_tensor_go_on_sharing_it():
     restore_scales(model, state)
     assert model.layers[0]._v_scale is model.layers[1]._v_scale is shared
     assert shared.item() == state["layers.0._v_scale"].item() != 1.0
+
+
+@pytest.mark.parametrize("forms", (("",), ("_cpu",), ("", "_cpu")))
+def test_layers_that_share_a_default_now_get_their_own_scales_back(forms):
+    """A reload may give every attribute one tensor of 1.0; each must not get the last one's."""
+    model = torch.nn.ModuleDict({name: Layer(0.1 * i) for i, name in enumerate("abc", 1)})
+    state = save_scales(model)
+    one = torch.tensor(1.0)
+    for layer in model.values():
+        for base in ("_k_scale", "_v_scale"):
+            for form in forms:
+                setattr(layer, base + form, one)
+    restore_scales(model, state)
+    restored = save_scales(model)
+    assert {key: torch.as_tensor(value).item() for key, value in restored.items()} == {
+        key: torch.as_tensor(value).item() for key, value in state.items()
+    }
+    # One of them keeps the tensor; a second restore finds nothing left to separate.
+    assert getattr(model["a"], "_k_scale" + forms[0]) is one
+    held = [snapshot(layer) for layer in model.values()]
+    restore_scales(model, state)
+    assert [snapshot(layer) for layer in model.values()] == held
+
+
+def test_those_that_get_the_same_still_share():
+    model = torch.nn.ModuleDict({"a": Layer(0.1), "b": Layer(0.2), "c": Layer(0.1)})
+    state = save_scales(model)
+    one = torch.tensor(1.0)
+    for layer in model.values():
+        layer._k_scale = one
+    restore_scales(model, state)
+    assert model["a"]._k_scale is model["c"]._k_scale is one is not model["b"]._k_scale
+    assert [layer._k_scale.item() for layer in model.values()] == [
+        state[f"{name}._k_scale"].item() for name in "abc"
+    ]
+
+
+def test_host_tensors_that_a_reload_made_anew_get_their_shape_back():
+    """An engine keeps (Hkv,) on the device and makes () on the host."""
+    layer = Layer([0.1, 0.2, 0.3, 0.4])
+    before, held = save_scales(layer), layer._k_scale
+    layer._k_scale.fill_(1.0)
+    layer._k_scale_cpu, layer._k_scale_float = torch.tensor(1.0), 1.0
+    restore_scales(layer, before)
+    assert layer._k_scale is held
+    for form in ("", "_cpu"):
+        assert torch.equal(getattr(layer, "_k_scale" + form), before["_k_scale"])
+    layer._k_scale_cpu = torch.ones((), dtype=torch.float64)
+    with pytest.raises(ValueError, match="_k_scale_cpu: the layer has torch.float64"):
+        restore_scales(layer, before)
 
 
 def test_state_survives_torch_save(tmp_path):
