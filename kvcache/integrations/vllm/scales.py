@@ -18,6 +18,7 @@ from typing import Any
 from kvcache.calibration import has_kv_scales, load_kv_scales, plan_kv_scales
 from kvcache.integrations.vllm import logger
 from kvcache.integrations.vllm.counters import COUNTERS
+from kvcache.integrations.vllm.options import KV_SCALES, options
 from kvcache.layer_scales import ScaleWatch
 from kvcache.mtp import StaleScalesError, check_mtp_scales, propagate_mtp_scales
 from kvcache.scales import KVScales
@@ -54,12 +55,10 @@ def configured_scales(vllm_config: Any) -> dict[str, KVScales]:
     """The scales of the file that the user named, by vLLM's name of the layer's module.
 
     Raises:
-        ValueError: see `kvcache.calibration.load_kv_scales`; scales of rotated keys, which vLLM
-            does not store.
+        ValueError, TypeError: see `options` and `kvcache.calibration.load_kv_scales`; scales of
+            rotated keys, which vLLM does not store.
     """
-    extra = vllm_config.additional_config
-    ours = extra.get("cute_kernels", {}) if isinstance(extra, dict) else {}
-    path = ours.get("kv_scales")
+    path = options(vllm_config).get(KV_SCALES)
     if path is None:
         return {}
     scales = load_kv_scales(path, vllm_config.cache_config.cache_dtype)
