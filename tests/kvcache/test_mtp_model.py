@@ -103,12 +103,28 @@ def test_mappings_that_cannot_be():
     drafts, targets = list(draft_model()), list(target_model())
     with pytest.raises(ValueError, match="draft_layer_types: has no layer 3, which draft.model"):
         mapping_of(drafts, targets, draft_layer_types=DRAFT_TYPES[:3])
+    # With a type too few, a layer before the last of its type would be read.
+    with pytest.raises(ValueError, match="target_layer_types: has no layer 11, which language_"):
+        mapping_of(drafts, targets, target_layer_types=(TYPES * 2)[:11])
     with pytest.raises(ValueError, match="layers.3.* reads the cache of target layer 11, which"):
         mapping_of(drafts, targets[:11])
     with pytest.raises(ValueError, match="target_names: .* and other.layers.0 are both layer 0"):
         mapping_of(drafts, [*targets, "other.layers.0"])
     with pytest.raises(ValueError, match="draft_names: .* are both layer 1"):
         mapping_of([*drafts, "x.layers.1"], targets)
+
+
+@pytest.mark.parametrize("kind", ("linear_attention", "conv", "mamba", "recurrent"))
+def test_layers_without_keys_and_values_share_none(kind):
+    with pytest.raises(ValueError, match=f"^d.0: is '{kind}', which keeps no keys and values"):
+        mapping_of(["d.0"], ["t.0"], draft_layer_types=[kind], target_layer_types=[kind])
+    with pytest.raises(ValueError, match="^d.0: is 'full_.*; .* cache of their own are 'sliding_"):
+        mapping_of(
+            ["d.0"],
+            ["t.0", "t.1"],
+            draft_layer_types=["full_attention"],
+            target_layer_types=["sliding_attention", kind],
+        )
 
 
 def test_propagation_is_needed_detected_and_enough():

@@ -100,6 +100,18 @@ CALLS = {
     "one name": (lambda: mapped(draft_names="layers.0"), "draft_names: got a str"),
     "names are ints": (lambda: mapped(target_names=[0]), r"target_names\[0\]: got a int"),
     "types are None": (lambda: mapped(draft_layer_types=None), "draft_layer_types: got a NoneType"),
+    "indices are text": (
+        lambda: mapped(target_layer_types={"0": "full_attention"}),
+        "target_layer_types: index '0': got a str; accepted: an int",
+    ),
+    "types by index are None": (
+        lambda: mapped(draft_layer_types={0: None}),
+        r"draft_layer_types\[0\]: got a NoneType",
+    ),
+    "shared layers": (
+        lambda: mapped(num_kv_shared_layers=0.5),
+        "num_kv_shared_layers: got a float; accepted: an int",
+    ),
     "a path": (lambda: layer_kinds("config.json", "fp8", "sm_90a"), "model: got a str"),
 }
 
