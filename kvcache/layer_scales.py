@@ -94,7 +94,8 @@ def sync_host_copies(model: torch.nn.Module) -> list[str]:
         The attributes that were stale, with their layers' names.
 
     Raises:
-        ValueError: a device scale that is not finite and positive; nothing is written then.
+        ValueError: a device scale that is empty, or not finite and positive; nothing is written
+            then.
     """
     transaction = Transaction()
     stale = []
@@ -189,13 +190,13 @@ def read_scale(layer_name: str, attribute: str, scale: torch.Tensor) -> torch.Te
 
 
 def check_values(layer_name: str, attribute: str, value: torch.Tensor) -> None:
-    """Refuse scales (a host tensor) that are not finite and positive.
+    """Refuse scales (a host tensor) that are none, or not finite and positive.
 
     Raises:
         ValueError: naming the layer and the attribute.
     """
     wide = value.double()
-    if not bool((wide.isfinite() & (wide > 0)).all()):
+    if not wide.numel() or not bool((wide.isfinite() & (wide > 0)).all()):
         raise ValueError(
             f"{layer_name}: {attribute}: got {value.tolist()}; accepted: finite and > 0"
         )

@@ -8,7 +8,7 @@ import math
 import struct
 import warnings
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class KVScales:
     Raises:
         ValueError: none, or one that is not finite and within [2^-100, 2^100] as float32: a Python
             float can round to 0 or infinity on the way to the device. A tensor of more dimensions
-            or on the meta device. A dtype without scales.
+            or on the meta device. K and V for different numbers of heads. A dtype without scales.
         TypeError: scales that are no numbers, a rotated_keys that is no bool.
     """
 
@@ -55,8 +55,33 @@ class KVScales:
         check_type("rotated_keys", self.rotated_keys, bool, "True or False")
         for name in ("k", "v"):
             object.__setattr__(self, name, _checked_scales(name, getattr(self, name)))
+        if len({len(self.k), len(self.v)} - {1}) > 1:
+            raise ValueError(
+                f"v scale: got {len(self.v)} and {len(self.k)} k scales; accepted: as many, or one"
+            )
         if self.kv_cache_dtype is not None:
             check_has_scales(self.kv_cache_dtype)
+
+    def of_rank(self, rank: int, world_size: int) -> KVScales:
+        """The scales of the KV heads of one of `world_size` tensor-parallel ranks.
+
+        Heads are dealt out in order, and repeated where there are fewer than ranks; one scale for
+        all heads stays one.
+
+        Raises:
+            ValueError: a number of heads that neither is a multiple of the ranks' nor divides it; a
+                rank that is none of them.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank: got {rank}; accepted: 0 to {world_size - 1}")
+        heads = max(len(self.k), len(self.v))
+        if heads > 1 and heads % world_size and world_size % heads:
+            raise ValueError(f"world_size: got {world_size} for the scales of {heads} KV heads")
+        first, count = rank * heads // world_size, max(1, heads // world_size)
+        k, v = (
+            side if len(side) == 1 else side[first : first + count] for side in (self.k, self.v)
+        )
+        return replace(self, k=k, v=v)
 
     def check_dtype(self, kv_cache_dtype: str, what: str = "scales") -> None:
         """Refuse to be used with a cache of another storage format, or of any where none is known.
@@ -199,7 +224,10 @@ def _as_tuple(name: str, values: Any) -> tuple[float, ...]:
         raise TypeError(
             f"{name}: got {described(given)}; accepted: a number, or numbers, one per KV head"
         )
-    return tuple(map(float, values))
+    try:
+        return tuple(map(float, values))
+    except OverflowError as error:
+        raise ValueError(f"{name}: got a number too large for a float") from error
 
 
 def _checked_scales(name: str, values: Any) -> tuple[float, ...]:

@@ -239,3 +239,10 @@ def test_layers_without_host_copies_are_left_so():
     layer._k_scale.fill_(0.25)
     assert sync_host_copies(layer) == []
     assert not hasattr(layer, "_k_scale_cpu") and layer._k_scale_float is None
+
+
+def test_an_empty_scale_is_refused_by_name():
+    layer = Layer()
+    layer._v_scale = torch.empty(0)
+    with pytest.raises(ValueError, match=r"_v_scale: got \[\]; accepted: finite and > 0"):
+        sync_host_copies(layer)

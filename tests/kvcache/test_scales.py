@@ -161,3 +161,40 @@ def test_scales_remember_whether_keys_were_rotated():
         suggest_scales(1.0, 1.0, "fp8", found)
     with pytest.raises(TypeError, match="^rotated_keys: got a int; accepted: True or False"):
         KVScales(1.0, 1.0, rotated_keys=1)
+
+
+def test_numbers_too_large_for_a_float_are_refused_as_others_are():
+    with pytest.raises(ValueError, match="^k scale: got a number too large"):
+        KVScales(10**400, 1.0)
+    with pytest.raises(ValueError, match="^v_absmax: got a number too large"):
+        suggest_scales(1.0, [10**400], "fp8")
+
+
+def test_k_and_v_have_the_same_heads():
+    with pytest.raises(ValueError, match="^v scale: got 3 and 2 k scales; accepted: as many, or"):
+        KVScales((1.0, 2.0), (1.0, 2.0, 3.0))
+    assert KVScales((1.0, 2.0), 1.0).v == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "found"),
+    (
+        (8, 4, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        (4, 4, [(0,), (1,), (2,), (3,)]),
+        (2, 4, [(0,), (0,), (1,), (1,)]),
+        (2, 1, [(0, 1)]),
+    ),
+)
+def test_a_rank_has_the_scales_of_its_heads(heads, ranks, found):
+    scales = KVScales([2.0**i for i in range(heads)], 1.0, "fp8", rotated_keys=True)
+    assert [scales.of_rank(rank, ranks) for rank in range(ranks)] == [
+        KVScales([2.0**i for i in each], 1.0, "fp8", rotated_keys=True) for each in found
+    ]
+
+
+def test_ranks_that_heads_cannot_be_dealt_out_to():
+    with pytest.raises(ValueError, match="^world_size: got 4 for the scales of 6 KV heads"):
+        KVScales([1.0] * 6, 1.0).of_rank(0, 4)
+    with pytest.raises(ValueError, match="^rank: got 4; accepted: 0 to 3"):
+        KVScales([1.0] * 8, 1.0).of_rank(4, 4)
+    assert KVScales(1.0, 2.0).of_rank(3, 4) == KVScales(1.0, 2.0)
