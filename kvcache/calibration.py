@@ -230,7 +230,7 @@ def plan_kv_scales(
             if tensor.dim() and heads not in (None, len(tensor)):
                 raise ValueError(
                     f"{name}: {side}_scale: got {len(tensor)} scales; the layer has {heads} "
-                    "KV heads"
+                    "KV heads (under tensor parallelism those of its rank: KVScales.of_rank)"
                 )
             transaction.set(layer, f"_{side}_scale", tensor)
             transaction.set(layer, f"_{side}_scale_float", tensor.max().item())

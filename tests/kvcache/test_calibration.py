@@ -265,7 +265,5 @@ def test_what_is_no_file_of_scales_is_named(tmp_path, path):
 @pytest.mark.parametrize("call", (load_kv_scales, lambda path: save_kv_scales(path, SCALES, "fp8")))
 def test_a_missing_library_is_named(path, monkeypatch, call):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(
-        ImportError, match=r"safetensors: pip install 'cute-kernels\[scales\]'"
-    ):
+    with pytest.raises(ImportError, match=r"safetensors: pip install 'cute-kernels\[scales\]'"):
         call(path)

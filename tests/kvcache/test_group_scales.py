@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from kvcache import (
     save_kv_scales,
     sync_host_copies,
 )
+from kvcache.integrations.vllm import scales
 from kvcache.integrations.vllm.scales import GroupScales
 from kvcache.layer_scales import ScaleWatch
 from tests.kvcache.helpers import Layer, snapshot
@@ -232,3 +234,50 @@ def test_a_refit_of_the_device_alone_is_an_error_that_says_what_to_do():
         group.refresh()
     sync_host_copies(layers["target"])
     assert group.refresh() == ["draft"]
+
+
+@pytest.mark.parametrize(("rank", "found"), ((0, [0.1, 0.2]), (3, [0.7, 0.8])))
+def test_a_rank_takes_the_scales_of_its_heads_from_the_file(path, monkeypatch, rank, found):
+    save_kv_scales(path, [KVScales([0.1 * i for i in range(1, 9)], 0.5, "fp8")])
+    name = "model.layers.0.self_attn.attn"
+    layers = {name: Layer(num_kv_heads=2)}
+    monkeypatch.setattr(scales, "_rank", lambda: rank)
+    config = engine(layers, {"kv_scales": str(path)}, tensor_parallel_size=4)
+    assert GroupScales(config, [name]).refresh() == [name]
+    assert layers[name]._k_scale.tolist() == pytest.approx(found)
+    assert layers[name]._v_scale.item() == 0.5
+
+
+def test_heads_that_do_not_fit_name_tensor_parallelism(path, monkeypatch):
+    name = "model.layers.0.self_attn.attn"
+    layers = {name: Layer(num_kv_heads=2)}
+    monkeypatch.setattr(scales, "_rank", lambda: 0)
+    for heads, ranks, message in (
+        (8, 1, "k_scale: got 8 scales; the layer has 2 KV heads .under tensor parallelism"),
+        (2, 4, "got the scales of 2 KV heads; tensor parallelism over 4 ranks leaves 2 to each"),
+        (4, 4, "got the scales of 4 KV heads"),
+        (16, 4, "got the scales of 16 KV heads"),
+        (9, 4, "tensor parallelism: world_size: got 4 for the scales of 9 KV heads"),
+    ):
+        save_kv_scales(path, [KVScales([0.5] * heads, 0.5, "fp8")])
+        config = engine(layers, {"kv_scales": str(path)}, tensor_parallel_size=ranks)
+        with pytest.raises(ValueError, match=f"^{name}: {message}"):
+            GroupScales(config, [name]).refresh()
+
+
+@pytest.mark.parametrize(("stages", "warnings"), ((1, 1), (2, 0)))
+def test_a_file_with_layers_that_are_not_here_is_warned_about_once(
+    path, caplog, monkeypatch, stages, warnings
+):
+    save_kv_scales(path, [KVScales(0.5, 0.5, "fp8")] * 3)
+    name = "language_model.model.layers.0.self_attn.attn"
+    layers = {name: Layer(), "model.layers.1.self_attn.attn": Layer()}
+    scales._warn_once.cache_clear()
+    monkeypatch.setattr(scales.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config = engine(layers, {"kv_scales": str(path)}, pipeline_parallel_size=stages)
+    with caplog.at_level(logging.WARNING, scales.logger.name):
+        for _ in range(2):
+            GroupScales(config, [name]).refresh()
+    said = "the file has scales of no layer here: model.layers.2.self_attn"
+    assert caplog.text.count(said) == warnings

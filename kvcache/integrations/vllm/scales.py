@@ -13,6 +13,7 @@ more than the checkpoint (see `kvcache.calibration`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from kvcache.calibration import has_kv_scales, load_kv_scales, plan_kv_scales
@@ -88,7 +89,9 @@ class GroupScales:
         changed: Callable[[list[str]], None] | None = None,
     ) -> None:
         self._layers = vllm_config.compilation_config.static_forward_context
+        self._parallel = getattr(vllm_config, "parallel_config", None)
         self._from_file = configured_scales(vllm_config)
+        self._warn_of_others()
         self._names, self._changed = names, changed
         self._seen = 0
         self._shared: dict[str, str] = {}
@@ -117,7 +120,7 @@ class GroupScales:
         self._shared = sharing(self._layers, self._names)
         own = {name: _file_name(name) for name in self._names if name not in self._shared}
         self._calibrated = {
-            name: self._from_file[listed]
+            name: self._of_this_rank(name, self._from_file[listed])
             for name, listed in own.items()
             if listed in self._from_file
         }
@@ -130,6 +133,30 @@ class GroupScales:
         watched = {**self._calibrated, **self._shared, **dict.fromkeys(self._shared.values())}
         self._watches = [ScaleWatch(self._layers[name]) for name in watched]
         self._seen = len(self._names)
+
+    def _warn_of_others(self) -> None:
+        """A file may be another model's; under pipeline parallelism others have the layers."""
+        here = set(map(_file_name, self._layers))
+        others = [name for name in self._from_file if name not in here]
+        if others and getattr(self._parallel, "pipeline_parallel_size", 1) == 1:
+            _warn_once(f"kv_scales: the file has scales of no layer here: {', '.join(others)}")
+
+    def _of_this_rank(self, name: str, scales: KVScales) -> KVScales:
+        """A file has the scales of all KV heads, a layer under tensor parallelism some of them."""
+        ranks = getattr(self._parallel, "tensor_parallel_size", 1)
+        if ranks == 1:
+            return scales
+        heads = max(len(scales.k), len(scales.v))
+        own = getattr(self._layers[name], "num_kv_heads", None)
+        if heads > 1 and own not in (None, max(1, heads // ranks)):
+            raise ValueError(
+                f"{name}: got the scales of {heads} KV heads; tensor parallelism over {ranks} "
+                f"ranks leaves {own} to each"
+            )
+        try:
+            return scales.of_rank(_rank(), ranks)
+        except ValueError as error:
+            raise ValueError(f"{name}: tensor parallelism: {error}") from error
 
     def _repair(self) -> list[str]:
         layers = {name: self._layers[name] for name in self._calibrated}
@@ -165,6 +192,17 @@ class GroupScales:
         COUNTERS.propagated += len(written)
         logger.info("cute_kernels: scales of the layers that share a cache: %s", written)
         return written
+
+
+def _rank() -> int:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("cute_kernels: %s", message)
 
 
 def _file_name(name: str) -> str:
