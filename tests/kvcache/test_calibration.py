@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -201,3 +203,67 @@ def test_layers_whose_dtype_has_no_scales_or_is_not_known_are_refused_by_name(dt
     with pytest.raises((ValueError, TypeError), match=f"b: kv_cache_dtype: got {dtype!r}"):
         apply_kv_scales(layers, scales)
     assert [snapshot(layer) for layer in layers.values()] == before
+
+
+@pytest.mark.parametrize("rotated", (True, False))
+def test_a_file_says_whether_keys_were_rotated(path, rotated):
+    saved = [KVScales(0.5, 0.25, "fp8", rotated_keys=rotated)]
+    save_kv_scales(path, saved)
+    assert list(load_kv_scales(path).values()) == saved
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"kv_cache_dtype": "fp8", "rotated_keys": str(rotated).lower()}
+
+
+def test_a_file_of_an_engine_has_plain_keys(path):
+    tensors = {"a.k_scale": torch.ones(1), "a.v_scale": torch.ones(1)}
+    safetensors_torch.save_file(tensors, path)
+    assert load_kv_scales(path, "fp8")["a"].rotated_keys is False
+    safetensors_torch.save_file(tensors, path, metadata={"rotated_keys": "yes"})
+    with pytest.raises(ValueError, match="rotated_keys is 'yes'; accepted: true, false"):
+        load_kv_scales(path, "fp8")
+
+
+def test_rotated_and_plain_keys_are_not_mixed(path):
+    plain, rotated = (KVScales(0.5, 0.25, "fp8", rotated_keys=each) for each in (False, True))
+    with pytest.raises(ValueError, match=r"scales\[1\]: rotated_keys is True"):
+        save_kv_scales(path, [plain, rotated])
+    for scales, layers_rotate in ((rotated, False), (plain, True)):
+        layer = Layer()
+        before = snapshot(layer)
+        with pytest.raises(ValueError, match=f"^a: rotated_keys is {not layers_rotate}"):
+            apply_kv_scales({"a": layer}, {"a": scales}, rotated_keys=layers_rotate)
+        assert snapshot(layer) == before
+    apply_kv_scales({"a": layer}, {"a": rotated}, rotated_keys=True)
+    assert layer._k_scale.item() == 0.5
+
+
+@pytest.mark.parametrize("dtype", (torch.bool, torch.int32))
+def test_numbers_in_a_file_are_floating_point_ones(path, dtype):
+    tensors = {f"a.{side}_scale": torch.ones(1, dtype=dtype) for side in "kv"}
+    safetensors_torch.save_file(tensors, path)
+    with pytest.raises(ValueError, match=rf"scales\.safetensors: a\.[kv]_scale: is {dtype}"):
+        load_kv_scales(path, "fp8")
+
+
+def test_names_that_are_alike_are_refused(path):
+    """The second of two layers would be written over the first."""
+    with pytest.raises(ValueError, match="layer_name: .* names several of 12 layers alike"):
+        save_kv_scales(path, SCALES * 6, "fp8", layer_name="m.{!s:.1}")
+    assert not path.exists()
+
+
+def test_what_is_no_file_of_scales_is_named(tmp_path, path):
+    with pytest.raises(IsADirectoryError, match=f"^{tmp_path}: is a directory; accepted: a file"):
+        load_kv_scales(tmp_path)
+    path.write_text("k_scale: 1.0")
+    with pytest.raises(ValueError, match=r"scales\.safetensors: is no safetensors file"):
+        load_kv_scales(path)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        load_kv_scales(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("call", (load_kv_scales, lambda path: save_kv_scales(path, SCALES, "fp8")))
+def test_a_missing_library_is_named(path, monkeypatch, call):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"safetensors: pip install 'cute-kernels\[scales\]'"):
+        call(path)

@@ -21,7 +21,7 @@ from kvcache import (
     save_scales,
     sync_host_copies,
 )
-from kvcache.calibration import save_kv_scales
+from kvcache.calibration import apply_kv_scales, save_kv_scales
 from kvcache.integrations.vllm import scales as plugin_scales
 from kvcache.integrations.vllm.metadata import CuteMetadataBuilder
 from kvcache.scales import KVScales
@@ -140,7 +140,7 @@ def test_the_v2_runner_copies_and_the_first_batch_changes_nothing(monkeypatch):
     models = Models()
     models.wire(v2)
     written = []
-    monkeypatch.setattr(plugin_scales, "propagate", lambda *args: written.append(args))
+    monkeypatch.setattr(plugin_scales, "propagate_mtp_scales", lambda *args: written.append(args))
     models.builder([name(DRAFT, 0)]).build(0, one_batch())
     assert not written
 
@@ -213,8 +213,13 @@ def test_a_draft_reads_the_targets_cache_as_the_target_does():
     assert not torch.allclose(wrong, want, atol=0.1)
 
 
-def test_scales_survive_a_sleep_and_a_reload_bit_for_bit():
+@pytest.mark.parametrize("per_head", (False, True))
+def test_scales_survive_a_sleep_and_a_reload_bit_for_bit(per_head):
     models = Models()
+    if per_head:
+        wide = name(TARGET, 0)
+        scales = {wide: KVScales((0.1, 0.4), (0.2, 0.3), "fp8")}
+        apply_kv_scales({wide: models.layers[wide]}, scales)
     model = torch.nn.ModuleDict(
         {each.replace(".", "/"): models.layers[each] for each in models.targets}
     )
@@ -299,3 +304,11 @@ def test_vllms_loader_finds_the_names_of_the_file(tmp_path):
     parameters = {f"model.layers.0.self_attn.attn.{side}_scale": None for side in "kv"}
     for stored in safe_open(tmp_path / "s", "pt").keys():
         assert maybe_remap_kv_scale_name(stored, parameters) in parameters
+
+
+def test_scales_of_rotated_keys_are_refused(tmp_path):
+    """vLLM stores keys as they are."""
+    models = Models(draft_types=())
+    with_file(models.config, tmp_path / "s", [KVScales(0.5, 0.5, rotated_keys=True)] * 4)
+    with pytest.raises(ValueError, match=r"^kv_scales: .*layers\.0.*: rotated_keys is True"):
+        models.builder([name(TARGET, 0)])
