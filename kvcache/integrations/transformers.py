@@ -21,18 +21,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import transformers
 from packaging.version import Version
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 import cute_kernels
-from kvcache.checks import check_type
-from kvcache.paged import PAGE_FORMATS, Pages, PageTable, Step, hadamard
+from kvcache.integrations.transformers_cache import CachedKV, PagedKVCache, PagedKVLayer
 from kvcache.scales import KVScales, suggest_scales
 
 __all__ = [
@@ -51,226 +50,12 @@ if Version(transformers.__version__) < Version(_MIN_TRANSFORMERS):
     )
 
 
-class _CachedKV(NamedTuple):
-    """What `PagedKVLayer.update` hands to the attention function in the place of K and of V."""
-
-    pages: Pages
-    step: Step
-    sliding_window: int | None
-    rotation: torch.Tensor | None  # float32 (D, D), for the queries: the keys have had it
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # copy and pickle look for hooks that need not be there
-            raise AttributeError(name)
-        raise TypeError(  # attention that takes it for a tensor
-            "a PagedKVCache needs register() and a model with attn_implementation='cute_kv' "
-            f"(set_attn_implementation); the model's own asked its keys for .{name}"
-        )
-
-
-class PagedKVLayer(CacheLayerMixin):
-    """K and V of one attention layer, in pages.
-
-    Args:
-        table: the block table, shared with the other layers that see the same tokens.
-        kv_cache_dtype: see `PagedKVCache`.
-        scales: of a quantized dtype, and made for it.
-        sliding_window: how many keys a query sees, itself included; None for all before it.
-        rotate_keys: see `PagedKVCache`.
-    """
-
-    is_croppable = True
-
-    def __init__(
-        self,
-        table: PageTable,
-        kv_cache_dtype: str,
-        scales: KVScales | None = None,
-        sliding_window: int | None = None,
-        rotate_keys: bool = False,
-    ) -> None:
-        super().__init__()
-        if scales is not None:
-            check_type("scales", scales, KVScales, "KVScales").check_dtype(kv_cache_dtype)
-        self.table = table
-        self.kv_cache_dtype = kv_cache_dtype
-        self.scales = scales
-        self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
-        self.rotate_keys = rotate_keys
-        self.length = 0
-        self.pages: Pages | None = None
-        self._rotation: torch.Tensor | None = None
-        self._step: Step | None = None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if value_states.shape != key_states.shape:
-            raise NotImplementedError(
-                f"value_states: shape {tuple(value_states.shape)}; accepted: that of the keys, "
-                f"{tuple(key_states.shape)}"
-            )
-        make = PAGE_FORMATS[self.kv_cache_dtype]
-        self.pages = make(key_states, self.table.page_size, self.scales)
-        if self.rotate_keys:
-            self._rotation = hadamard(key_states.shape[-1], key_states.device)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[_CachedKV, _CachedKV]:
-        """Append (B, Hkv, q_len, D) keys and values; return all that is held, for K and for V."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        batch, _, q_len, _ = key_states.shape
-        step = self.table.advance(self.length, q_len, batch, key_states.device)
-        if self._rotation is not None:
-            key_states = key_states.float() @ self._rotation
-        self.pages.grow(self.table.num_pages)
-        self.pages.write(key_states, value_states, step.slots)
-        self.length, self._step = step.kv_len, step
-        cached = _CachedKV(self.pages, step, self.sliding_window, self._rotation)
-        return cached, cached
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (rotated, if keys are) and V: float32 (B, n, Hkv, D), scales applied.
-
-        n is the length, less the tokens whose pages a sliding window has freed.
-        """
-        if self._step is None:
-            raise ValueError("the cache is empty")
-        first = self.table.first_page
-        held = self.length - first * self.table.page_size
-        return self.pages.read(self._step.block_table[:, first:], held)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pages that hold tokens; pages kept for growth are not counted."""
-        return self.table.pages_in_use * self.pages.page_bytes if self.is_initialized else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens; their pages stay with the sequence.
-
-        Raises:
-            ValueError: more than there are, or, in a sliding-window layer, so many that the next
-                token's window has been freed. Up to `page_size` tokens are always possible.
-        """
-        self.check_crop(tokens_to_remove)
-        self.length += tokens_to_remove
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """What `crop` raises, without cropping."""
-        if not -self.length <= tokens_to_remove <= 0:
-            raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove}; accepted: {-self.length} to 0"
-            )
-        self.table.check_start(self.length + tokens_to_remove)
-
-    def reset(self) -> None:
-        self.table.reset()
-        self.length, self._step = 0, None
-
-    def _refuse_shared_pages(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "a page belongs to one sequence: beam search and other reordering of the batch are "
-            "not supported"
-        )
-
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_shared_pages
-
-
-class PagedKVCache(Cache):
-    """KV cache of a decoder, to be passed to `forward` or `generate` with `attn_implementation`
-    "cute_kv".
-
-    Args:
-        config: the model's.
-        kv_cache_dtype: "fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse", "bf16", or
-            "auto" (the model's dtype; bf16 for a float32 model).
-        scales: one `KVScales` per layer, for quantized dtypes; `calibrate_scales` measures them.
-        page_size: tokens in a page.
-        rotate_keys: multiply keys, and in attention queries, by a Hadamard matrix. The scores are
-            the same; what changes is where rounding to fp8 hurts. Worth it for models with few
-            large key elements. Perplexity of fp8 against bf16 KV on 4,096 tokens of docstrings,
-            standard error 0.2 to 0.4 %: SmolLM2-135M +2.1 % without, +0.8 % with; Gemma-3 270M
-            +0.8 % without, +1.5 % with (perf/results/2026-11-30_perplexity_kv_cpu.json).
-
-    Raises:
-        ValueError: unknown dtype; scales missing, superfluous, for another dtype, not one a layer.
-        NotImplementedError: layers that are neither full nor sliding-window attention.
-    """
-
-    def __init__(
-        self,
-        config: transformers.PreTrainedConfig,
-        kv_cache_dtype: str = "auto",
-        scales: Sequence[KVScales] | None = None,
-        page_size: int = 64,
-        rotate_keys: bool = False,
-    ) -> None:
-        if kv_cache_dtype not in PAGE_FORMATS:
-            raise ValueError(
-                f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: {', '.join(PAGE_FORMATS)}"
-            )
-        windows = _sliding_windows(config.get_text_config(decoder=True))
-        if (scales is not None) != PAGE_FORMATS[kv_cache_dtype].needs_scales:
-            given = "none" if scales is None else "some"
-            raise ValueError(
-                f"scales: got {given} for kv_cache_dtype {kv_cache_dtype!r}; quantized dtypes need "
-                "one per layer (calibrate_scales measures them), other dtypes have none"
-            )
-        if scales is not None and len(scales) != len(windows):
-            raise ValueError(f"scales: got {len(scales)}; the model has {len(windows)} layers")
-        tables = {window: PageTable(page_size, window) for window in set(windows)}
-        super().__init__(
-            layers=[
-                PagedKVLayer(
-                    tables[window], kv_cache_dtype, scales and scales[index], window, rotate_keys
-                )
-                for index, window in enumerate(windows)
-            ]
-        )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """`PagedKVLayer.crop` for every layer, or for none where one of them raises."""
-        for layer in self.layers:
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the K and V pages that hold tokens, over all layers."""
-        return sum(layer.nbytes for layer in self.layers)
-
-
-def _sliding_windows(config: transformers.PreTrainedConfig) -> list[int | None]:
-    """Per layer, the sliding window or None: how `transformers` reads a decoder's config."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [window] * config.num_hidden_layers
-    known = {"full_attention": None, "sliding_attention": window}
-    if unknown := set(types) - set(known):
-        raise NotImplementedError(
-            f"layer_types: {', '.join(sorted(unknown))}; accepted: {', '.join(known)}"
-        )
-    return [known[name] for name in types]
-
-
 def _attention(
     kernel: Callable[..., torch.Tensor] | None,
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: _CachedKV,
-    value: _CachedKV,
+    key: CachedKV,
+    value: CachedKV,
     attention_mask: None,
     *,
     scaling: float | None = None,
@@ -280,7 +65,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of `transformers`: query (B, Hq, q_len, D) to (B, q_len, Hq, D)."""
-    if not isinstance(key, _CachedKV):
+    if not isinstance(key, CachedKV):
         raise TypeError(
             "attn_implementation 'cute_kv' reads keys and values from a PagedKVCache; "
             "pass one as past_key_values (`cache` in later releases)"
