@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -122,20 +123,24 @@ class PagedKVLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens; their pages stay with the sequence.
 
+        Args:
+            tokens_to_remove: an int, or what can stand for one, as a 0-d integer tensor can.
+
         Raises:
             ValueError: more than there are, or, in a sliding-window layer, so many that the next
                 token's window has been freed. Up to `page_size` tokens are always possible.
+            TypeError: no integer.
         """
-        self.check_crop(tokens_to_remove)
-        self.length += tokens_to_remove
+        self.length = self.length_after_crop(tokens_to_remove)
 
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """What `crop` raises, without cropping."""
-        if not -self.length <= tokens_to_remove <= 0:
-            raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove}; accepted: {-self.length} to 0"
-            )
-        self.table.check_start(self.length + tokens_to_remove)
+    def length_after_crop(self, tokens_to_remove: int) -> int:
+        """The length that `crop` would leave; raises what it raises."""
+        # Lengths are Python ints: layers share a step, and a tensor in it would be one for all.
+        count = operator.index(tokens_to_remove)
+        if not -self.length <= count <= 0:
+            raise ValueError(f"tokens_to_remove: got {count}; accepted: {-self.length} to 0")
+        self.table.check_start(self.length + count)
+        return self.length + count
 
     def reset(self) -> None:
         self.table.reset()
@@ -204,9 +209,9 @@ class PagedKVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """`PagedKVLayer.crop` for every layer, or for none where one of them raises."""
-        for layer in self.layers:
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        lengths = [layer.length_after_crop(tokens_to_remove) for layer in self.layers]
+        for layer, length in zip(self.layers, lengths, strict=True):
+            layer.length = length
 
     @property
     def nbytes(self) -> int:
