@@ -57,11 +57,6 @@ def _attention(
     key: CachedKV,
     value: CachedKV,
     attention_mask: None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of `transformers`: query (B, Hq, q_len, D) to (B, q_len, Hq, D)."""
@@ -70,6 +65,23 @@ def _attention(
             "attn_implementation 'cute_kv' reads keys and values from a PagedKVCache; "
             "pass one as past_key_values (`cache` in later releases)"
         )
+    try:
+        _check_supported(module, key, attention_mask, **kwargs)
+        return _attend(kernel, query, key, **kwargs), None
+    except BaseException:
+        # The layer wrote its tokens before it attended: a second try would write them twice.
+        key.take_back()
+        raise
+
+
+def _check_supported(
+    module: torch.nn.Module,
+    key: CachedKV,
+    attention_mask: None,
+    *,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> None:
     if attention_mask is not None:
         _refuse_mask()
     is_causal = kwargs.get("is_causal")
@@ -77,17 +89,29 @@ def _attention(
         raise NotImplementedError("attention that is not causal")
     if kwargs.get("dropout") or kwargs.get("output_attentions"):
         raise NotImplementedError("dropout and output_attentions")
-    if sliding_window != key.sliding_window:
+    if sliding_window != key.layer.sliding_window:
         raise ValueError(
             f"sliding_window: the layer attends with {sliding_window}, its cache was made for "
-            f"{key.sliding_window}"
+            f"{key.layer.sliding_window}"
         )
-    pages, step = key.pages, key.step
-    if key.rotation is not None:
-        query = (query.float() @ key.rotation).to(query.dtype)
+
+
+def _attend(
+    kernel: Callable[..., torch.Tensor] | None,
+    query: torch.Tensor,
+    key: CachedKV,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    pages, step, rotation = key.layer.pages, key.step, key.layer.rotation
+    rotated = query if rotation is None else (query.float() @ rotation).to(query.dtype)
     attended = {name: x for name, x in pages.attended()._asdict().items() if x is not None}
     out = (kernel or cute_kernels.flash_attn_varlen_func)(
-        query.to(pages.query_dtype).transpose(1, 2).flatten(0, 1),
+        rotated.to(pages.query_dtype).transpose(1, 2).flatten(0, 1),
         max_seqlen_q=step.q_len,
         cu_seqlens_q=step.cu_seqlens_q,
         max_seqlen_k=step.kv_len,
@@ -101,7 +125,7 @@ def _attention(
         s_aux=s_aux,
         **attended,
     )
-    return out.unflatten(0, (-1, step.q_len)).to(query.dtype), None
+    return out.unflatten(0, (-1, step.q_len)).to(query.dtype)
 
 
 def _mask(

@@ -18,10 +18,13 @@ from kvcache.scales import KVScales
 class CachedKV(NamedTuple):
     """What `PagedKVLayer.update` hands to the attention function in the place of K and of V."""
 
-    pages: Pages
+    layer: PagedKVLayer  # which wrote them
     step: Step
-    sliding_window: int | None
-    rotation: torch.Tensor | None  # float32 (D, D), for the queries: the keys have had it
+
+    def take_back(self) -> None:
+        """Forget the step's tokens, which no attention has seen."""
+        if self.layer.length == self.step.kv_len:
+            self.layer.crop(-self.step.q_len)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copy and pickle look for hooks that need not be there
@@ -64,7 +67,7 @@ class PagedKVLayer(CacheLayerMixin):
         self.rotate_keys = rotate_keys
         self.length = 0
         self.pages: Pages | None = None
-        self._rotation: torch.Tensor | None = None
+        self.rotation: torch.Tensor | None = None  # float32 (D, D), for keys and queries
         self._step: Step | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -76,23 +79,32 @@ class PagedKVLayer(CacheLayerMixin):
         make = PAGE_FORMATS[self.kv_cache_dtype]
         self.pages = make(key_states, self.table.page_size, self.scales)
         if self.rotate_keys:
-            self._rotation = hadamard(key_states.shape[-1], key_states.device)
+            self.rotation = hadamard(key_states.shape[-1], key_states.device)
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[CachedKV, CachedKV]:
-        """Append (B, Hkv, q_len, D) keys and values; return all that is held, for K and for V."""
+        """Append (B, Hkv, q_len, D) keys and values; return all that is held, for K and for V.
+
+        Raises:
+            NotImplementedError: keys or values with gradients, which pages do not keep.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise NotImplementedError(
+                "keys and values with requires_grad=True: a PagedKVCache has no backward pass; "
+                "accepted under torch.no_grad()"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, _, q_len, _ = key_states.shape
         step = self.table.advance(self.length, q_len, batch, key_states.device)
-        if self._rotation is not None:
-            key_states = key_states.float() @ self._rotation
+        if self.rotation is not None:
+            key_states = key_states.float() @ self.rotation
         self.pages.grow(self.table.num_pages)
         self.pages.write(key_states, value_states, step.slots)
         self.length, self._step = step.kv_len, step
-        cached = CachedKV(self.pages, step, self.sliding_window, self._rotation)
+        cached = CachedKV(self, step)
         return cached, cached
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,6 +218,31 @@ class PagedKVCache(Cache):
                 for index, window in enumerate(windows)
             ]
         )
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[CachedKV, CachedKV]:
+        """`PagedKVLayer.update` of one layer.
+
+        Raises:
+            ValueError: at the first layer, a cache whose layers hold unequal numbers of tokens.
+        """
+        if layer_idx == 0:
+            self._check_lengths()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_lengths(self) -> None:
+        lengths = [layer.length for layer in self.layers]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"the layers of this cache hold {', '.join(map(str, lengths))} tokens: a forward "
+                "pass ended between two of them; accepted after reset()"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """`PagedKVLayer.crop` for every layer, or for none where one of them raises."""

@@ -88,3 +88,70 @@ def test_prompt_lookup_gives_the_tokens_of_plain_decoding(make):
     )
     assert torch.equal(got, want)
     assert len(set(lengths(guessed))) == 1
+
+
+# ---- a forward pass that does not end ----------------------------------------------------------
+
+
+def refused_gradients(model, ids, cache):
+    forward(model, ids, cache)
+
+
+@torch.no_grad()
+def refused_attentions(model, ids, cache):
+    forward(model, ids, cache, output_attentions=True)
+
+
+def single_layer() -> torch.nn.Module:
+    """Its one layer writes all there is before the first refusal."""
+    config = models.llama().config
+    config.num_hidden_layers = 1
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("held", (0, 40))
+@pytest.mark.parametrize("refused", (refused_gradients, refused_attentions))
+@pytest.mark.parametrize("make", (models.llama, models.gemma, single_layer))
+def test_a_refused_pass_leaves_the_cache_as_it_was(make, refused, held):
+    model, ids = loaded(make), models.tokens(1, LENGTH)
+    want = eager_logits(model, ids)[:, held:]
+    cache = PagedKVCache(model.config)
+    if held:
+        with torch.no_grad():
+            forward(model, ids[:, :held], cache)
+    with pytest.raises(NotImplementedError):
+        refused(model, ids[:, held:], cache)
+    assert set(lengths(cache)) == {held}
+    with torch.no_grad():
+        got = forward(model, ids[:, held:], cache).logits
+    assert error(got, want) < TOLERANCE
+    assert not any(layer.pages.k.requires_grad for layer in cache.layers)
+
+
+def test_queries_with_gradients_alone_leave_the_cache_as_it_was():
+    model, ids = loaded(), models.tokens(1, LENGTH)
+    model.requires_grad_(False)
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    cache = PagedKVCache(model.config)
+    with pytest.raises(NotImplementedError, match="requires_grad"):
+        forward(model, ids, cache)
+    assert lengths(cache) == [0, 0]
+
+
+@torch.no_grad()
+def test_a_pass_that_ended_between_layers_is_not_continued():
+    model, ids = loaded(models.gemma), models.tokens(1, LENGTH)
+    cache = PagedKVCache(model.config)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, ids, cache)
+    hook.remove()
+    with pytest.raises(ValueError, match=r"hold 100, 100, 0 tokens: .* accepted after reset"):
+        forward(model, ids, cache)
+    assert lengths(cache) == [LENGTH, LENGTH, 0]
+    cache.reset()
+    assert error(forward(model, ids, cache).logits, eager_logits(model, ids)) < TOLERANCE
