@@ -32,7 +32,7 @@ from transformers.cache_utils import Cache
 
 import cute_kernels
 from kvcache.integrations.transformers_cache import CachedKV, PagedKVCache, PagedKVLayer
-from kvcache.scales import KVScales, suggest_scales
+from kvcache.scales import KVScales, check_has_scales, suggest_scales
 
 __all__ = [
     "PagedKVCache",
@@ -178,9 +178,9 @@ def forward(
 def calibrate_scales(
     model: transformers.PreTrainedModel,
     input_ids: torch.Tensor,
-    rotate_keys: bool = False,
-    kv_cache_dtype: str = "fp8",
     *,
+    kv_cache_dtype: str = "fp8",
+    rotate_keys: bool = False,
     per_head: bool = False,
 ) -> list[KVScales]:
     """Scales that use a format's whole range for the largest |K| and |V| on `input_ids` (B, L).
@@ -189,18 +189,19 @@ def calibrate_scales(
 
     Args:
         model: runs with an `attn_implementation` that `register` made.
-        rotate_keys: as in the cache that the scales are for.
         kv_cache_dtype: a quantized dtype.
+        rotate_keys: as in the cache that the scales are for; they say so, and others are refused.
         per_head: one scale per KV head, not one per layer.
 
     Returns:
         One `KVScales` per layer. Where K or V is all zero the scale is 1.
     """
+    check_has_scales(kv_cache_dtype)
     cache = PagedKVCache(model.config, "auto", rotate_keys=rotate_keys)
     forward(model, input_ids, cache, logits_to_keep=1)
     found = []
     for layer in cache.layers:
         # (B, L, Hkv, D)
         k, v = (x.abs().amax((0, 1, 3)) if per_head else x.abs().max() for x in layer.read())
-        found.append(suggest_scales(k, v, kv_cache_dtype))
+        found.append(suggest_scales(k, v, kv_cache_dtype, rotated_keys=rotate_keys))
     return found

@@ -57,8 +57,10 @@ class PagedKVLayer(CacheLayerMixin):
         rotate_keys: bool = False,
     ) -> None:
         super().__init__()
+        check_type("rotate_keys", rotate_keys, bool, "True or False")
         if scales is not None:
             check_type("scales", scales, KVScales, "KVScales").check_dtype(kv_cache_dtype)
+            scales.check_rotation(rotate_keys)
         self.table = table
         self.kv_cache_dtype = kv_cache_dtype
         self.scales = scales
@@ -184,7 +186,9 @@ class PagedKVCache(Cache):
             +0.8 % without, +1.5 % with (perf/results/2026-11-30_perplexity_kv_cpu.json).
 
     Raises:
-        ValueError: unknown dtype; scales missing, superfluous, for another dtype, not one a layer.
+        ValueError: unknown dtype; scales missing, superfluous, for another dtype or for keys that
+            are otherwise rotated, not one a layer.
+        TypeError: an argument of another type.
         NotImplementedError: layers that are neither full nor sliding-window attention.
     """
 
@@ -193,9 +197,12 @@ class PagedKVCache(Cache):
         config: transformers.PreTrainedConfig,
         kv_cache_dtype: str = "auto",
         scales: Sequence[KVScales] | None = None,
+        *,
         page_size: int = 64,
         rotate_keys: bool = False,
     ) -> None:
+        check_type("kv_cache_dtype", kv_cache_dtype, str, "the name of a dtype")
+        check_type("rotate_keys", rotate_keys, bool, "True or False")
         if kv_cache_dtype not in PAGE_FORMATS:
             raise ValueError(
                 f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: {', '.join(PAGE_FORMATS)}"
