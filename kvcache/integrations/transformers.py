@@ -31,7 +31,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 import cute_kernels
-from kvcache.integrations.transformers_cache import CachedKV, PagedKVCache, PagedKVLayer
+from kvcache.integrations.transformers_cache import (
+    CachedKV,
+    PagedKVCache,
+    PagedKVLayer,
+    read_layers,
+)
 from kvcache.scales import KVScales, check_has_scales, suggest_scales
 
 __all__ = [
@@ -108,12 +113,17 @@ def _attend(
     **kwargs: Any,
 ) -> torch.Tensor:
     pages, step, rotation = key.layer.pages, key.step, key.layer.rotation
+    cu_seqlens_q, q_len = step.cu_seqlens_q, query.shape[2]
+    if q_len != step.q_len:
+        # Layers that read another layer's pages may be asked for the last tokens only: queries are
+        # counted from the end of the keys, so these need no more than their number.
+        cu_seqlens_q = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device) * q_len
     rotated = query if rotation is None else (query.float() @ rotation).to(query.dtype)
     attended = {name: x for name, x in pages.attended()._asdict().items() if x is not None}
     out = (kernel or cute_kernels.flash_attn_varlen_func)(
         rotated.to(pages.query_dtype).transpose(1, 2).flatten(0, 1),
-        max_seqlen_q=step.q_len,
-        cu_seqlens_q=step.cu_seqlens_q,
+        max_seqlen_q=q_len,
+        cu_seqlens_q=cu_seqlens_q,
         max_seqlen_k=step.kv_len,
         seqused_k=step.seqused_k,
         block_table=step.block_table,
@@ -125,7 +135,7 @@ def _attend(
         s_aux=s_aux,
         **attended,
     )
-    return out.unflatten(0, (-1, step.q_len)).to(query.dtype)
+    return out.unflatten(0, (-1, q_len)).to(query.dtype)
 
 
 def _mask(
@@ -194,7 +204,8 @@ def calibrate_scales(
         per_head: one scale per KV head, not one per layer.
 
     Returns:
-        One `KVScales` per layer. Where K or V is all zero the scale is 1.
+        One `KVScales` per layer. Where K or V is all zero the scale is 1. A layer that reads the
+        pages of another has that one's.
     """
     check_has_scales(kv_cache_dtype)
     cache = PagedKVCache(model.config, "auto", rotate_keys=rotate_keys)
@@ -204,4 +215,4 @@ def calibrate_scales(
         # (B, L, Hkv, D)
         k, v = (x.abs().amax((0, 1, 3)) if per_head else x.abs().max() for x in layer.read())
         found.append(suggest_scales(k, v, kv_cache_dtype, rotated_keys=rotate_keys))
-    return found
+    return [found[index] for index in read_layers(model.config.get_text_config(decoder=True))]

@@ -26,6 +26,16 @@ class CachedKV(NamedTuple):
         if self.layer.length == self.step.kv_len:
             self.layer.crop(-self.step.q_len)
 
+    def to(self, device: torch.device, *args: Any, **kwargs: Any) -> CachedKV:
+        """Itself: models move what a layer reads of another layer to their own device."""
+        held = self.layer.pages.k.device
+        if torch.device(device) != held:
+            raise NotImplementedError(
+                f"layers on {device} that read the cache of a layer on {held}; accepted: the same "
+                "device"
+            )
+        return self
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copy and pickle look for hooks that need not be there
             raise AttributeError(name)
@@ -178,6 +188,7 @@ class PagedKVCache(Cache):
         kv_cache_dtype: "fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse", "bf16", or
             "auto" (the model's dtype; bf16 for a float32 model).
         scales: one `KVScales` per layer, for quantized dtypes; `calibrate_scales` measures them.
+            Those of a layer that reads another layer's pages are not used.
         page_size: tokens in a page.
         rotate_keys: multiply keys, and in attention queries, by a Hadamard matrix. The scores are
             the same; what changes is where rounding to fp8 hurts. Worth it for models with few
@@ -189,7 +200,8 @@ class PagedKVCache(Cache):
         ValueError: unknown dtype; scales missing, superfluous, for another dtype or for keys that
             are otherwise rotated, not one a layer.
         TypeError: an argument of another type.
-        NotImplementedError: layers that are neither full nor sliding-window attention.
+        NotImplementedError: layers that are neither full nor sliding-window attention; a model
+            none of whose layers has keys of its own.
     """
 
     def __init__(
@@ -207,7 +219,9 @@ class PagedKVCache(Cache):
             raise ValueError(
                 f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: {', '.join(PAGE_FORMATS)}"
             )
-        windows = _sliding_windows(config.get_text_config(decoder=True))
+        text = config.get_text_config(decoder=True)
+        windows = _sliding_windows(text)
+        held = sum(index == read for index, read in enumerate(read_layers(text)))
         if (scales is not None) != PAGE_FORMATS[kv_cache_dtype].needs_scales:
             given = "none" if scales is None else "some"
             raise ValueError(
@@ -216,13 +230,13 @@ class PagedKVCache(Cache):
             )
         if scales is not None and len(scales) != len(windows):
             raise ValueError(f"scales: got {len(scales)}; the model has {len(windows)} layers")
-        tables = {window: PageTable(page_size, window) for window in set(windows)}
+        tables = {window: PageTable(page_size, window) for window in set(windows[:held])}
         super().__init__(
             layers=[
                 PagedKVLayer(
                     tables[window], kv_cache_dtype, scales and scales[index], window, rotate_keys
                 )
-                for index, window in enumerate(windows)
+                for index, window in enumerate(windows[:held])
             ]
         )
 
@@ -261,6 +275,31 @@ class PagedKVCache(Cache):
     def nbytes(self) -> int:
         """Bytes of the K and V pages that hold tokens, over all layers."""
         return sum(layer.nbytes for layer in self.layers)
+
+
+def read_layers(config: transformers.PreTrainedConfig) -> list[int]:
+    """Per layer, whose pages it reads: its own, or, if it is among the last `num_kv_shared_layers`,
+    those of the last layer of its type before them.
+
+    Raises:
+        ValueError: a number of shared layers that cannot be; no layer of a shared one's type.
+        NotImplementedError: all layers, as in drafts that read their target's cache.
+    """
+    count, shared = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", None) or 0
+    if type(shared) is not int or not 0 <= shared <= count:
+        raise ValueError(f"num_kv_shared_layers: got {shared!r}; accepted: an int, 0 to {count}")
+    if shared == count:
+        raise NotImplementedError(
+            f"num_kv_shared_layers: all {count} layers read the cache of another model"
+        )
+    types = getattr(config, "layer_types", None) or [None] * count
+    last = {types[index]: index for index in range(count - shared)}
+    if missing := set(types) - set(last):
+        raise ValueError(
+            f"num_kv_shared_layers: got {shared}; no layer before them is of type "
+            f"{', '.join(sorted(missing))}"
+        )
+    return [*range(count - shared), *(last[types[index]] for index in range(count - shared, count))]
 
 
 def _sliding_windows(config: transformers.PreTrainedConfig) -> list[int | None]:
