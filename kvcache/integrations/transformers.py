@@ -36,6 +36,7 @@ from kvcache.integrations.transformers_cache import (
     PagedKVCache,
     PagedKVLayer,
     read_layers,
+    refuse_latent,
 )
 from kvcache.scales import KVScales, check_has_scales, suggest_scales
 
@@ -66,9 +67,11 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function of `transformers`: query (B, Hq, q_len, D) to (B, q_len, Hq, D)."""
     if not isinstance(key, CachedKV):
+        refuse_latent(module.config)
         raise TypeError(
-            "attn_implementation 'cute_kv' reads keys and values from a PagedKVCache; "
-            "pass one as past_key_values (`cache` in later releases)"
+            "attn_implementation 'cute_kv' reads keys and values from a PagedKVCache, and this "
+            "call has none: pass one as past_key_values (`cache` in later releases). Where "
+            "generate makes caches of its own it cannot be used: guidance_scale, assistant models"
         )
     try:
         _check_supported(module, key, attention_mask, **kwargs)
@@ -94,11 +97,24 @@ def _check_supported(
         raise NotImplementedError("attention that is not causal")
     if kwargs.get("dropout") or kwargs.get("output_attentions"):
         raise NotImplementedError("dropout and output_attentions")
+    if kwargs.get("cu_seq_lens_q") is not None or _packed(module, kwargs.get("position_ids")):
+        _refuse_mask()
     if sliding_window != key.layer.sliding_window:
         raise ValueError(
             f"sliding_window: the layer attends with {sliding_window}, its cache was made for "
             f"{key.layer.sliding_window}"
         )
+
+
+def _packed(module: torch.nn.Module, position_ids: torch.Tensor | None) -> bool:
+    """Whether a row of (B, q_len) positions holds more than one sequence.
+
+    transformers looks for this only where there is no cache. Here the first layer does, for all of
+    them, as on a device reading the answer waits for it.
+    """
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
+        return False
+    return not getattr(module, "layer_idx", 0) and bool((position_ids.diff() != 1).any())
 
 
 def _attend(

@@ -178,6 +178,12 @@ class PagedKVLayer(CacheLayerMixin):
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_shared_pages
 
+    def offload(self) -> NoReturn:
+        _refuse_offloading()
+
+    def prefetch(self) -> NoReturn:
+        _refuse_offloading()
+
 
 class PagedKVCache(Cache):
     """KV cache of a decoder, to be passed to `forward` or `generate` with `attn_implementation`
@@ -197,11 +203,11 @@ class PagedKVCache(Cache):
             +0.8 % without, +1.5 % with (perf/results/2026-11-30_perplexity_kv_cpu.json).
 
     Raises:
-        ValueError: unknown dtype; scales missing, superfluous, for another dtype or for keys that
-            are otherwise rotated, not one a layer.
+        ValueError: unknown dtype; a page_size that is no int > 0; scales missing, superfluous, for
+            another dtype or for keys that are otherwise rotated, not one a layer.
         TypeError: an argument of another type.
-        NotImplementedError: layers that are neither full nor sliding-window attention; a model
-            none of whose layers has keys of its own.
+        NotImplementedError: layers that are neither full nor sliding-window attention; latent
+            attention (MLA); a model none of whose layers has keys of its own.
     """
 
     def __init__(
@@ -220,6 +226,7 @@ class PagedKVCache(Cache):
                 f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: {', '.join(PAGE_FORMATS)}"
             )
         text = config.get_text_config(decoder=True)
+        refuse_latent(text)
         windows = _sliding_windows(text)
         held = sum(index == read for index, read in enumerate(read_layers(text)))
         if (scales is not None) != PAGE_FORMATS[kv_cache_dtype].needs_scales:
@@ -271,10 +278,32 @@ class PagedKVCache(Cache):
         for layer, length in zip(self.layers, lengths, strict=True):
             layer.length = length
 
+    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_offloading()
+
+    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_offloading()
+
     @property
     def nbytes(self) -> int:
         """Bytes of the K and V pages that hold tokens, over all layers."""
         return sum(layer.nbytes for layer in self.layers)
+
+
+def _refuse_offloading() -> NoReturn:
+    raise NotImplementedError("the pages of a PagedKVCache stay on their device: no offloading")
+
+
+def refuse_latent(config: transformers.PreTrainedConfig) -> None:
+    """
+    Raises:
+        NotImplementedError: a model with multi-head latent attention.
+    """
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise NotImplementedError(
+            f"kv_lora_rank: got {config.kv_lora_rank}; models with latent attention (MLA) are not "
+            "supported: their keys and values have other head sizes than the pages"
+        )
 
 
 def read_layers(config: transformers.PreTrainedConfig) -> list[int]:
