@@ -1,4 +1,4 @@
-"""Models whose last layers read the keys and values of earlier ones (Gemma-4 E2B, Gemma-3n)."""
+"""Models whose last layers read the keys and values of earlier ones, as Gemma-4 E2B's do."""
 
 from __future__ import annotations
 
