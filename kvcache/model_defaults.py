@@ -24,6 +24,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA_3,
     "gemma4": _GEMMA_4,
     "gemma4_text": _GEMMA_4,
+    "gemma4_unified": _GEMMA_4 | {"sliding_window": 1024},
+    "gemma4_unified_text": _GEMMA_4 | {"sliding_window": 1024},
     "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
     "granite": _HEADS,
     "llama": _HEADS,

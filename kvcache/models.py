@@ -6,6 +6,7 @@ transformers takes it for (`kvcache.model_defaults`), or refused: nothing is gue
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,20 @@ _MAX_LAYERS = 10_000
 _MODELS_WITH_BIDIRECTIONAL_IMAGES = {"gemma3", "paligemma"}
 # Layers that keep a state of fixed size, no keys and values.
 _WITHOUT_KV_CACHE = {"conv", "linear_attention", "mamba", "recurrent"}
+# Head size of the full layers where the file does not say it.
+_GLOBAL_HEAD_SIZES = dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), 512)
+# Full layers have KV heads of their own number only where the file has `attention_k_eq_v` as well.
+_GLOBAL_HEADS_ON_REQUEST = set(_GLOBAL_HEAD_SIZES)
+# What `per_layer_config` may say of a layer: what attention takes from it, and what it does not.
+_PER_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads", "sliding_window"}
+_PER_LAYER_ELSEWHERE = {
+    "hidden_act",
+    "hidden_activation",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "top_k_experts",
+}
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -39,7 +54,8 @@ _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_atten
 class LayerKind:
     """Layers of a model that are alike.
 
-    name: the file's word for the type. layers: their indices.
+    name: the file's word for the type; with the first of the layers, as in "full_attention[5]",
+    where layers of the type are not all alike. layers: their indices.
     config: what they need; None where no KV cache is kept, or where `note` says that this type is
     not known here. shared: how many of the layers read another layer's cache. images: the tokens of
     an image see each other, which they need only if images are sent.
@@ -109,21 +125,23 @@ def layer_kinds(
     text = with_defaults(text)
     types = _layer_types(text)
     shared_from = len(types) - _optional(text, "num_kv_shared_layers", 0, len(types))
+    like: dict[tuple[str, frozenset[tuple[str, Any]]], list[int]] = {}
+    for index, layer in enumerate(zip(types, _layer_fields(text, types), strict=True)):
+        like.setdefault((layer[0], frozenset(layer[1].items())), []).append(index)
     kinds = []
-    base = None
-    if _ATTENTION & set(types):
-        base = _full_attention(text, kv_cache_dtype, capability)
-        images = not (text_only or base.bidirectional_spans) and _sees_images_both_ways(model, text)
-        base = replace(
-            base,
-            bidirectional_spans=base.bidirectional_spans or images,
-            batch_invariant=batch_invariant,
-        )
-    for name in dict.fromkeys(types):
-        layers = tuple(index for index, kind in enumerate(types) if kind == name)
-        shared = sum(index >= shared_from for index in layers)
+    for (name, fields), indices in like.items():
+        layers, shared = tuple(indices), sum(index >= shared_from for index in indices)
         if name in _ATTENTION:
-            config = _of_type(name, base, text)
+            own = with_defaults({**text, **dict(fields)})
+            config = _of_type(name, _full_attention(own, kv_cache_dtype, capability), own)
+            config = replace(config, batch_invariant=batch_invariant)
+            images = not (text_only or config.bidirectional_spans)
+            images = images and _sees_images_both_ways(model, own)
+            if images:
+                config = replace(config, bidirectional_spans=True)
+            if types.count(name) > len(layers):
+                # A type of several geometries: each kind is named after its first layer.
+                name = f"{name}[{layers[0]}]"
             kinds.append(LayerKind(name, layers, config, shared, images=images))
         elif name in _WITHOUT_KV_CACHE:
             kinds.append(LayerKind(name, layers, None, note="keeps no keys and values"))
@@ -207,10 +225,57 @@ def _of_type(name: str, full: AttentionConfig, text: Mapping[str, Any]) -> Atten
         return replace(full, sliding_window=_field(text, "sliding_window"))
     if name == "chunked_attention":
         return replace(full, chunked=True)
-    # Gemma-4 gives its full layers another geometry.
-    head_size = text.get("global_head_dim") or full.head_size
-    heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v", True) else None
-    return replace(full, head_size=head_size, num_kv_heads=heads or full.num_kv_heads)
+    return full
+
+
+def _layer_fields(text: Mapping[str, Any], types: list[str]) -> list[dict[str, Any]]:
+    """For each layer, the fields that it has in the place of the model's."""
+    given = text.get("per_layer_config")
+    if given is not None:
+        return _given_layer_fields(given, text, types)
+    # Older files of Gemma-4 say so of all full layers together.
+    model_type = text.get("model_type")
+    own: dict[str, Any] = {}
+    head_size = _optional(text, "global_head_dim", _GLOBAL_HEAD_SIZES.get(model_type))
+    heads = _optional(text, "num_global_key_value_heads", None)
+    if head_size is not None:
+        own["head_dim"] = head_size
+    if heads and text.get("attention_k_eq_v", model_type not in _GLOBAL_HEADS_ON_REQUEST):
+        own["num_key_value_heads"] = heads
+    return [own if name == "full_attention" else {} for name in types]
+
+
+def _given_layer_fields(
+    given: Any, text: Mapping[str, Any], types: list[str]
+) -> list[dict[str, Any]]:
+    """`per_layer_config` maps indices, which JSON has as strings like "05", to fields."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"per_layer_config: got a {type(given).__name__}; accepted: an object")
+    count = len(types)
+    own: list[dict[str, Any]] = [{} for _ in types]
+    for key, fields in given.items():
+        where = f"per_layer_config[{key!r}]"
+        if not re.fullmatch("[0-9]{1,9}", str(key)) or int(key) >= count:
+            raise ValueError(f"{where}: accepted: indices of layers, 0 to {count - 1}")
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"{where}: got a {type(fields).__name__}; accepted: an object")
+        unknown = sorted(set(fields) - _PER_LAYER - _PER_LAYER_ELSEWHERE)
+        if unknown:
+            raise ValueError(
+                f"{where}.{unknown[0]}: what it means for attention is not known here; "
+                f"accepted: {', '.join(sorted(_PER_LAYER))}"
+            )
+        for name in sorted(_PER_LAYER & set(fields)):
+            value = fields[name]
+            if value is not None:
+                try:
+                    _field(fields, name)
+                except ValueError as error:
+                    raise ValueError(f"{where}.{error}") from error
+            matters = name != "sliding_window" or types[int(key)] == "sliding_attention"
+            if matters and value != text.get(name):
+                own[int(key)][name] = value
+    return own
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[str]:

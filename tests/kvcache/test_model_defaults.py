@@ -14,8 +14,6 @@ transformers = requires_module("transformers")
 from kvcache.models import layer_kinds  # noqa: E402 - after transformers
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
-# transformers keeps them in overrides of single layers: their rules have tests of their own.
-PER_LAYER = {"global_head_dim", "attention_k_eq_v"}
 ONE_SIZE = {
     "num_hidden_layers": 32,
     "hidden_size": 3584,
@@ -33,7 +31,7 @@ def without() -> list[tuple[str, str]]:
     for name in NAMES:
         model = load(name)
         fields += [(name, field) for field in model.get("text_config", model)]
-    return [(name, field) for name, field in fields if field not in PER_LAYER]
+    return fields
 
 
 def ours(model: dict) -> list[tuple] | None:
@@ -111,6 +109,7 @@ def test_a_missing_field_is_transformers_default_or_refused(name, field):
         {"model_type": "gemma2"},
         {"model_type": "gemma3_text", "sliding_window_pattern": 4},
         {"model_type": "phi3", "num_key_value_heads": None},
+        {"model_type": "gemma4_unified_text", "layer_types": ["full_attention"] * 32},
     ),
     ids=str,
 )
