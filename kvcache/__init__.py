@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from .calibration import apply_kv_scales, load_kv_scales, save_kv_scales
     from .config import AttentionConfig, capability_of
+    from .draft_map import map_draft_to_target
     from .dtypes import (
         KV_CACHE_DTYPES,
         KVCacheDType,
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
         resolve_kv_cache_dtype,
     )
     from .hybrid import HybridPlan, LayerGroup, plan_pages
+    from .layer_scales import restore_scales, save_scales, sync_host_copies
     from .mtp import (
         StaleScalesError,
         check_mtp_scales,
         copy_target_kv_scales,
-        map_draft_to_target,
         propagate_mtp_scales,
     )
-    from .scales import KVScales, restore_scales, save_scales, suggest_scales, sync_host_copies
+    from .scales import KVScales, suggest_scales
     from .selection import (
         can_run,
         can_share_cache,
@@ -111,6 +112,7 @@ _NAMES = {
     ),
     ".calibration": ("apply_kv_scales", "load_kv_scales", "save_kv_scales"),
     ".config": ("AttentionConfig", "capability_of"),
+    ".draft_map": ("map_draft_to_target",),
     ".dtypes": (
         "KV_CACHE_DTYPES",
         "KVCacheDType",
@@ -124,14 +126,14 @@ _NAMES = {
         "resolve_kv_cache_dtype",
     ),
     ".hybrid": ("HybridPlan", "LayerGroup", "plan_pages"),
+    ".layer_scales": ("restore_scales", "save_scales", "sync_host_copies"),
     ".mtp": (
         "StaleScalesError",
         "check_mtp_scales",
         "copy_target_kv_scales",
-        "map_draft_to_target",
         "propagate_mtp_scales",
     ),
-    ".scales": ("KVScales", "restore_scales", "save_scales", "suggest_scales", "sync_host_copies"),
+    ".scales": ("KVScales", "suggest_scales"),
     ".selection": (
         "can_run",
         "can_share_cache",

@@ -157,7 +157,7 @@ def split_block_table(
         )
     if ratio == 1:
         return block_table
-    limit = torch.iinfo(block_table.dtype).max // ratio
+    limit = (torch.iinfo(block_table.dtype).max + 1) // ratio
     valid = (block_table >= 0) & (block_table < limit)
     first = torch.where(valid, block_table, 0) * ratio
     inside = torch.arange(ratio, dtype=block_table.dtype, device=block_table.device)

@@ -15,11 +15,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from kvcache.checks import check_all, check_type, described
+from kvcache.layer_scales import read_scale, same_values
 from kvcache.scales import KVScales, check_has_scales
 from kvcache.writes import Transaction
 
@@ -47,12 +49,12 @@ def save_kv_scales(
 
     Raises:
         ValueError: no layers, a scale out of range, a dtype without scales, a name without {};
-            scales for no known dtype, or for dtypes of several storage formats; of rotated keys
-            and of plain ones.
+            or one that names two layers alike; scales for no known dtype, or for dtypes of several
+            storage formats; of rotated keys and of plain ones.
         TypeError: scales that are none.
+        ImportError: safetensors is not installed.
     """
-    from safetensors.torch import save_file
-
+    safetensors = _safetensors()
     if kv_cache_dtype is not None:
         check_has_scales(kv_cache_dtype)
     if _with_index(layer_name, 0) == _with_index(layer_name, 1):
@@ -80,10 +82,16 @@ def save_kv_scales(
         for index, each in enumerate(found)
         for side, tensor in zip(_SIDES, each.tensors(), strict=True)
     }
+    if len(tensors) != len(_SIDES) * len(found):
+        raise ValueError(
+            f"layer_name: got {layer_name!r}, which names several of {len(found)} layers alike"
+        )
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, partial, metadata={_DTYPE_KEY: dtype, _ROTATION_KEY: rotated})
+        safetensors.torch.save_file(
+            tensors, partial, metadata={_DTYPE_KEY: dtype, _ROTATION_KEY: rotated}
+        )
         os.replace(partial, path)  # never half a file under the final name
     finally:
         partial.unlink(missing_ok=True)
@@ -108,15 +116,25 @@ def load_kv_scales(
 
     Raises:
         ValueError: scales for another storage format; None and a file that names no dtype; a layer
-            with one scale only; one out of range, or of more than one dimension; no scales;
-            a `rotated_keys` in the metadata that is not "true" or "false".
+            with one scale only; one out of range, or of more than one dimension, or that are no
+            floating-point numbers; no scales; a `rotated_keys` in the metadata that is not "true"
+            or "false"; no safetensors file.
+        OSError: a file that is not there, a directory.
+        ImportError: safetensors is not installed.
     """
-    from safetensors import safe_open
-
+    safetensors = _safetensors()
     if kv_cache_dtype is not None:
         check_has_scales(kv_cache_dtype)
     sides: dict[str, dict[str, torch.Tensor]] = {}
-    with safe_open(path, "pt") as file:
+    try:
+        file = safetensors.safe_open(path, "pt")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: is no safetensors file: {error}") from error
+    except OSError as error:
+        if Path(path).is_dir():
+            raise IsADirectoryError(f"{path}: is a directory; accepted: a file") from error
+        raise
+    with file:
         metadata = file.metadata() or {}
         made_for = metadata.get(_DTYPE_KEY, kv_cache_dtype)
         if made_for is None:
@@ -133,7 +151,12 @@ def load_kv_scales(
             layer, _, last = key.rpartition(".")
             side = last.removesuffix("_scale")
             if last.endswith("_scale") and side in _SIDES:
-                sides.setdefault(layer, {})[side] = file.get_tensor(key).double()
+                tensor = file.get_tensor(key)
+                if not tensor.is_floating_point():
+                    raise ValueError(
+                        f"{path}: {key}: is {tensor.dtype}; accepted: floating-point numbers"
+                    )
+                sides.setdefault(layer, {})[side] = tensor.double()
     if not sides:
         raise ValueError(f"{path}: holds no k_scale and v_scale")
     for layer, found in sides.items():
@@ -172,6 +195,13 @@ def apply_kv_scales(
         TypeError: a name that is none, a layer that takes no attributes, scales that are no
             `KVScales`. No layer is changed then.
     """
+    plan_kv_scales(layers, scales, rotated_keys=rotated_keys).commit()
+
+
+def plan_kv_scales(
+    layers: Mapping[str, Any], scales: Mapping[str, KVScales], *, rotated_keys: bool = False
+) -> Transaction:
+    """`apply_kv_scales`, checked but not yet done."""
     for what, mapping in (("layers", layers), ("scales", scales)):
         check_type(what, mapping, Mapping, "a mapping by layer name")
         for name in mapping:
@@ -200,12 +230,40 @@ def apply_kv_scales(
             if tensor.dim() and heads not in (None, len(tensor)):
                 raise ValueError(
                     f"{name}: {side}_scale: got {len(tensor)} scales; the layer has {heads} "
-                    "KV heads"
+                    "KV heads (under tensor parallelism those of its rank: KVScales.of_rank)"
                 )
             transaction.set(layer, f"_{side}_scale", tensor)
             transaction.set(layer, f"_{side}_scale_float", tensor.max().item())
             transaction.set(layer, f"_{side}_scale_cpu", tensor, resize=True)
-    transaction.commit()
+    return transaction
+
+
+def has_kv_scales(layer: Any, scales: KVScales) -> bool:
+    """Whether a layer has these scales in all three forms; reads two numbers or rows of the device.
+
+    Raises:
+        ValueError: scales on the meta device.
+    """
+    for side, tensor in zip(_SIDES, scales.tensors(), strict=True):
+        device, host = (getattr(layer, f"_{side}_scale{form}", None) for form in ("", "_cpu"))
+        if getattr(layer, f"_{side}_scale_float", None) != tensor.max().item():
+            return False
+        for held in (device, host):
+            if not isinstance(held, torch.Tensor):
+                return False
+            if not same_values(read_scale("layer", f"_{side}_scale", held), tensor):
+                return False
+    return True
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "files of scales need safetensors: pip install 'cute-kernels[scales]'"
+        ) from error
+    return safetensors
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -13,6 +13,8 @@ from cute_kernels.formats import KVCacheDType, ScaleLayout
 from kvcache.checks import check_positive, check_type
 from kvcache.dtypes import bytes_per_token, query_dtype_name, resolve_kv_cache_dtype
 
+_FLAGS = ("softcap", "sinks", "mla", "bidirectional_spans", "chunked", "batch_invariant")
+
 
 @dataclass(frozen=True)
 class AttentionConfig:
@@ -61,6 +63,9 @@ class AttentionConfig:
         for name in ("sliding_window", "page_size"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: True or False")
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads: got {self.num_q_heads}; "
@@ -114,7 +119,7 @@ def capability_of(name: str) -> tuple[int, int]:
         TypeError: no name.
     """
     check_type("capability", name, str, "(major, minor), or like 'sm_90a'")
-    match = re.fullmatch(r"sm_?(\d+)(\d)[af]?", name)
+    match = re.fullmatch(r"sm_?([0-9]{1,2})([0-9])[af]?", name)
     if match is None:
         raise ValueError(f"capability: got {name!r}; accepted: (major, minor), or like 'sm_90a'")
     return int(match[1]), int(match[2])
@@ -127,7 +132,9 @@ def _capability(given: object) -> tuple[int, int]:
     if (
         isinstance(given, tuple)
         and len(given) == 2
-        and all(isinstance(part, int) and part >= 0 for part in given)
+        and all(
+            isinstance(part, int) and not isinstance(part, bool) and part >= 0 for part in given
+        )
     ):
         return tuple(given)
     raise ValueError(f"capability: got {given!r}; accepted: (major, minor), or like 'sm_90a'")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvcache.blocks import MultipleOf, get_supported_kernel_block_sizes_for_config
-from kvcache.checks import check_all
+from kvcache.checks import check_all, check_type
 from kvcache.config import AttentionConfig
 
 
@@ -23,11 +23,21 @@ class LayerGroup:
 
     name: the caller's word for them. config: of one layer. num_layers: that have a cache of their
     own (layers that read another layer's cache are not counted).
+
+    Raises:
+        TypeError: a field of another type.
     """
 
     name: str
     config: AttentionConfig
     num_layers: int
+
+    def __post_init__(self) -> None:
+        check_type("name", self.name, str, "a str")
+        check_type("config", self.config, AttentionConfig, "an AttentionConfig")
+        if isinstance(self.num_layers, bool):
+            raise TypeError("num_layers: got a bool; accepted: an int")
+        check_type("num_layers", self.num_layers, int, "an int")
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,26 @@ start.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 
-from kvcache.checks import check_all, check_type
-from kvcache.scales import (
+from cute_kernels.formats import QuantMode, get_kv_cache_dtype
+from kvcache.checks import check_type
+from kvcache.layer_scales import (
     CACHE_SCALES,
     FORMS,
     OTHER_SCALES,
     check_values,
     float_agrees,
     read_scale,
+    same_values,
 )
 from kvcache.writes import Transaction, overlap
 
-LayerTypes = Sequence[str] | Mapping[int, str]
+_ADVICE = "; kvcache.sync_host_copies makes the copies follow the device"
 
 
 class StaleScale(NamedTuple):
@@ -74,9 +75,13 @@ def copy_target_kv_scales(
 
     Raises:
         ValueError: naming layer and attribute: one is missing; a shape other than (), (1,) and
-            (num_kv_heads,); different `num_kv_heads` or `head_size`; a scale that is not finite and
-            positive; target copies on host and device that disagree. Nothing is written then.
+            (num_kv_heads,); different `num_kv_heads`, `head_size` or, where both have a
+            `kv_cache_dtype`, storage formats; a scale that is not finite and positive; target
+            copies on host and device that disagree; a layer as its own target. Nothing is written
+            then.
     """
+    if draft_layer is target_layer:
+        raise ValueError(f"{draft_name}: is the same layer as {target_name}")
     transaction = Transaction(_scale_tensors(target_layer))
     _plan_copy(transaction, draft_layer, target_layer, draft_name, target_name)
     transaction.commit()
@@ -95,7 +100,8 @@ def propagate_mtp_scales(
 
     Raises:
         ValueError: as `copy_target_kv_scales`; a draft layer that is not mapped; a name in the map
-            that is no layer. No layer is changed then.
+            that is no layer; a target layer that is itself a draft's, or one draft layer with two
+            targets. No layer is changed then.
     """
     transaction = Transaction(
         tensor for layer in target_layers.values() for tensor in _scale_tensors(layer)
@@ -131,90 +137,6 @@ def check_mtp_scales(
         raise StaleScalesError(stale)
 
 
-def map_draft_to_target(
-    draft_names: Sequence[str],
-    target_names: Sequence[str],
-    *,
-    draft_layer_types: LayerTypes,
-    target_layer_types: LayerTypes,
-    num_kv_shared_layers: int = 0,
-) -> dict[str, str]:
-    """Which target layer's cache each draft layer reads, by name.
-
-    A draft layer of type T reads the last target layer of type T that has a cache of its own.
-
-    Args:
-        draft_names, target_names: attention layers, with whatever prefixes the models have
-            ("language_model.model.layers.5.self_attn.attn").
-        draft_layer_types, target_layer_types: a type ("full_attention", "sliding_attention") by
-            real layer index, the one in the name; a mapping where indices do not start at 0.
-        num_kv_shared_layers: the last so many target layers read other layers' caches.
-
-    Raises:
-        ValueError: a name without a clear layer index, an index without a type, two names of one
-            index, a draft type that no target layer with a cache has, or a target layer that should
-            be read and is not in `target_names` (another pipeline stage has it).
-    """
-    types = dict(_by_index("target_layer_types", target_layer_types))
-    if not 0 <= num_kv_shared_layers < max(len(types), 1):
-        raise ValueError(
-            f"num_kv_shared_layers: got {num_kv_shared_layers}; the target has {len(types)} layers"
-        )
-    with_cache = sorted(types)[: len(types) - num_kv_shared_layers]
-    last_of_type = {types[index]: index for index in with_cache}
-    targets = _names_by_index("target_names", target_names)
-    drafts = _names_by_index("draft_names", draft_names)
-    draft_types = dict(_by_index("draft_layer_types", draft_layer_types))
-    mapping = {}
-    for index, name in drafts.items():
-        if index not in draft_types:
-            raise ValueError(f"draft_layer_types: has no layer {index}, which {name} is")
-        wanted = last_of_type.get(draft_types[index])
-        if wanted is None:
-            raise ValueError(
-                f"{name}: is {draft_types[index]!r}; target layers with a cache of their own are "
-                f"{', '.join(map(repr, last_of_type))}"
-            )
-        if wanted not in targets:
-            raise ValueError(
-                f"{name}: reads the cache of target layer {wanted}, which target_names lacks"
-            )
-        mapping[name] = targets[wanted]
-    return mapping
-
-
-def layer_index(name: str) -> int:
-    """The layer index in a module path: 5 for "language_model.model.layers.5.self_attn.attn".
-
-    The number after a component that ends in "layers", else the only number.
-
-    Raises:
-        ValueError: no number, or several and it is not clear which.
-    """
-    check_type("layer name", name, str, "a module path")
-    after_layers = re.findall(r"(?:^|\.)\w*layers\.(\d+)(?=\.|$)", name)
-    numbers = after_layers or [part for part in name.split(".") if part.isdecimal()]
-    if len(numbers) != 1:
-        raise ValueError(f"layer name: got {name!r}; accepted: one with one layer index")
-    return int(numbers[0])
-
-
-def _by_index(what: str, layer_types: LayerTypes) -> Iterator[tuple[int, str]]:
-    if isinstance(layer_types, Mapping):
-        return iter(layer_types.items())
-    return enumerate(check_all(what, layer_types, str, "names of types, or a mapping of them"))
-
-
-def _names_by_index(what: str, names: Sequence[str]) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for name in check_all(what, names, str, "names of layers"):
-        index = layer_index(name)
-        if index in found:
-            raise ValueError(f"{what}: {found[index]} and {name} are both layer {index}")
-        found[index] = name
-    return found
-
-
 def _pairs(
     draft_layers: Mapping[str, Any],
     target_layers: Mapping[str, Any],
@@ -236,8 +158,32 @@ def _pairs(
         unknown = sorted(set(names) - set(layers))
         if unknown:
             raise ValueError(f"draft_to_target: names {', '.join(unknown)}, not in {what}")
+    _check_roles(draft_layers, target_layers, draft_to_target)
     for draft, target in draft_to_target.items():
         yield (draft, target), (draft_layers[draft], target_layers[target])
+
+
+def _check_roles(
+    draft_layers: Mapping[str, Any],
+    target_layers: Mapping[str, Any],
+    draft_to_target: Mapping[str, str],
+) -> None:
+    """A layer is a draft, of one target, or a target: scales written to it are never read again."""
+    written: dict[int, tuple[str, str]] = {}
+    for draft, target in draft_to_target.items():
+        known, known_target = written.setdefault(id(draft_layers[draft]), (draft, target))
+        if target_layers[known_target] is not target_layers[target]:
+            raise ValueError(
+                f"draft_to_target: {known} and {draft} are one layer, mapped to {known_target} and "
+                f"to {target}"
+            )
+    for draft, target in draft_to_target.items():
+        if id(target_layers[target]) in written:
+            other, its_target = written[id(target_layers[target])]
+            raise ValueError(
+                f"{draft}: is mapped to {target}, which is draft layer {other} and reads the cache "
+                f"of {its_target}; accepted: a layer that has a cache of its own"
+            )
 
 
 def _plan_copy(
@@ -277,7 +223,8 @@ def _wanted(
         if required:
             _check_shape(target_name, base, value, num_kv_heads)
         check_values(target_name, base, value)
-        _check_host_copies(target_name, target, base, value)
+        if required:  # engines leave other floats as they were
+            _check_host_copies(target_name, target, base, value)
         yield base, value
         if getattr(target, base + "_float", None) is not None and (
             required or hasattr(draft, base + "_float")
@@ -296,8 +243,23 @@ def _same_geometry(draft: Any, target: Any, draft_name: str, target_name: str) -
                 f"{draft_name}: {attribute}: got {ours}; {target_name}, whose cache it reads, "
                 f"has {theirs}"
             )
+    ours, theirs = (getattr(layer, "kv_cache_dtype", None) for layer in (draft, target))
+    if None not in (ours, theirs) and _format_of(ours) != _format_of(theirs):
+        raise ValueError(
+            f"{draft_name}: kv_cache_dtype: got {ours!r}; {target_name}, whose cache it reads, has "
+            f"{theirs!r}"
+        )
     heads = getattr(target, "num_kv_heads", None)
     return getattr(draft, "num_kv_heads", None) if heads is None else heads
+
+
+def _format_of(kv_cache_dtype: str) -> str | None:
+    """What the bytes are; None where they have no scales, an unknown name as it is."""
+    try:
+        dtype = get_kv_cache_dtype(kv_cache_dtype)
+    except (TypeError, ValueError):
+        return None if kv_cache_dtype == "auto" else kv_cache_dtype
+    return None if dtype.quant_mode is QuantMode.NONE else dtype.storage
 
 
 def _check_shape(name: str, attribute: str, value: torch.Tensor, num_kv_heads: int | None) -> None:
@@ -313,12 +275,13 @@ def _check_host_copies(name: str, target: Any, base: str, value: torch.Tensor) -
     if getattr(target, base + "_float", None) is not None and not float_agrees(target, base, value):
         raise ValueError(
             f"{name}: {base}_float: is {getattr(target, base + '_float')}, but {base} on the "
-            f"device is {value.tolist()}"
+            f"device is {value.tolist()}{_ADVICE}"
         )
     host = _tensor(target, base + "_cpu")
-    if host is not None and not _same_values(host, value):
+    if host is not None and not same_values(host, value):
         raise ValueError(
-            f"{name}: {base}_cpu: is {host.tolist()}, but {base} on the device is {value.tolist()}"
+            f"{name}: {base}_cpu: is {host.tolist()}, but {base} on the device is "
+            f"{value.tolist()}{_ADVICE}"
         )
 
 
@@ -332,14 +295,9 @@ def _problem(draft_name: str, draft: Any, target: Any, attribute: str, value: An
     if any(overlap(ours, theirs) for theirs in _scale_tensors(target)):
         return "shares the target's memory"
     ours = read_scale(draft_name, attribute, ours)
-    if _same_values(ours, value):
+    if same_values(ours, value):
         return None
     return f"is {ours.tolist()}, should be {value.tolist()}"
-
-
-def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Copies may differ in shape, () against (1,), and dtype, but not in values."""
-    return torch.equal(a.detach().reshape(-1).double(), b.reshape(-1).double())
 
 
 def _tensor(layer: Any, attribute: str) -> torch.Tensor | None:

@@ -1,9 +1,5 @@
-"""The scales of a quantized KV cache: values, the places a layer keeps them in, and their life.
-
-An attention layer of a serving engine holds each scale three times: a device tensor `_k_scale` that
-kernels read, a Python float `_k_scale_float`, and a host tensor `_k_scale_cpu`; the same for V, and
-for queries and probabilities where the engine quantizes them. Scales are state as weights are: they
-survive sleep and wake bit for bit, and host copies follow the device.
+"""The scales of a quantized KV cache as values: what they may be, what they are for, and which ones
+use a format's whole range. Where layers keep them: see `kvcache.layer_scales`.
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ import math
 import struct
 import warnings
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,14 +21,10 @@ from cute_kernels.formats import (
     get_kv_cache_dtype,
 )
 from kvcache.checks import check_type, described
-from kvcache.writes import Transaction
 
 # 1 / scale and code * scale stay normal float32 numbers.
 SCALE_RANGE = (2.0**-100, 2.0**100)
-CACHE_SCALES = ("_k_scale", "_v_scale")
-OTHER_SCALES = ("_q_scale", "_prob_scale")
 _E4M3_CLIPS_ABOVE = 464.0  # up to here, rounding to nearest gives 448 anyway
-FORMS = ("", "_float", "_cpu")  # device tensor, Python float, host tensor
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,7 @@ class KVScales:
     Raises:
         ValueError: none, or one that is not finite and within [2^-100, 2^100] as float32: a Python
             float can round to 0 or infinity on the way to the device. A tensor of more dimensions
-            or on the meta device. A dtype without scales.
+            or on the meta device. K and V for different numbers of heads. A dtype without scales.
         TypeError: scales that are no numbers, a rotated_keys that is no bool.
     """
 
@@ -63,8 +55,33 @@ class KVScales:
         check_type("rotated_keys", self.rotated_keys, bool, "True or False")
         for name in ("k", "v"):
             object.__setattr__(self, name, _checked_scales(name, getattr(self, name)))
+        if len({len(self.k), len(self.v)} - {1}) > 1:
+            raise ValueError(
+                f"v scale: got {len(self.v)} and {len(self.k)} k scales; accepted: as many, or one"
+            )
         if self.kv_cache_dtype is not None:
             check_has_scales(self.kv_cache_dtype)
+
+    def of_rank(self, rank: int, world_size: int) -> KVScales:
+        """The scales of the KV heads of one of `world_size` tensor-parallel ranks.
+
+        Heads are dealt out in order, and repeated where there are fewer than ranks; one scale for
+        all heads stays one.
+
+        Raises:
+            ValueError: a number of heads that neither is a multiple of the ranks' nor divides it; a
+                rank that is none of them.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank: got {rank}; accepted: 0 to {world_size - 1}")
+        heads = max(len(self.k), len(self.v))
+        if heads > 1 and heads % world_size and world_size % heads:
+            raise ValueError(f"world_size: got {world_size} for the scales of {heads} KV heads")
+        first, count = rank * heads // world_size, max(1, heads // world_size)
+        k, v = (
+            side if len(side) == 1 else side[first : first + count] for side in (self.k, self.v)
+        )
+        return replace(self, k=k, v=v)
 
     def check_dtype(self, kv_cache_dtype: str, what: str = "scales") -> None:
         """Refuse to be used with a cache of another storage format, or of any where none is known.
@@ -180,162 +197,6 @@ def suggest_scales(
     )
 
 
-def save_scales(model: torch.nn.Module) -> dict[str, Any]:
-    """Every scale of a model's attention layers: `{layer name + attribute: tensor or float}`.
-
-    Taken before weights or caches are discarded (sleep); `restore_scales` puts it back. Tensors are
-    copies on the host, so they outlive the device memory.
-
-    Raises:
-        ValueError: a model without scales.
-    """
-    state = {}
-    for name, layer in _layers(model):
-        for attribute in _attributes(layer):
-            value = getattr(layer, attribute)
-            if isinstance(value, torch.Tensor):
-                # A new tensor also where the scale is on the host already.
-                value = read_scale(name, attribute, value).clone()
-            state[_key(name, attribute)] = value
-    if not state:
-        raise ValueError("model: no layer has a _k_scale or _v_scale")
-    return state
-
-
-def restore_scales(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Put saved scales back, bit for bit, into the tensors that the layers have.
-
-    Nothing is written unless everything can be.
-
-    Raises:
-        ValueError: a layer or attribute that only one of `model` and `state` has, or a tensor of
-            another shape or dtype; the message names it.
-    """
-    check_type("state", state, Mapping, "what save_scales returned")
-    places = {
-        _key(name, attribute): (layer, attribute)
-        for name, layer in _layers(model)
-        for attribute in _attributes(layer)
-    }
-    for what, missing in (
-        ("model", sorted(set(state) - set(places))),
-        ("state", sorted(set(places) - set(state))),
-    ):
-        if missing:
-            raise ValueError(f"{what}: has no {', '.join(missing)}")
-    for key, (layer, attribute) in places.items():
-        here, saved = getattr(layer, attribute), state[key]
-        if _kind(here) != _kind(saved):
-            raise ValueError(f"{key}: the layer has {_kind(here)}, saved was {_kind(saved)}")
-    # Layers that shared a tensor when it was saved go on sharing it.
-    transaction = Transaction(unshare=False)
-    for key, place in places.items():
-        transaction.set(*place, state[key])
-    transaction.commit()
-
-
-def sync_host_copies(model: torch.nn.Module) -> list[str]:
-    """Make Python floats and host tensors follow the device tensors, after a refit changed those.
-
-    Reads each layer's scales from the device once. Layers without host copies are left so.
-
-    Returns:
-        The attributes that were stale, with their layers' names.
-
-    Raises:
-        ValueError: a device scale that is not finite and positive; nothing is written then.
-    """
-    transaction = Transaction()
-    stale = []
-    for name, layer in _layers(model):
-        for base in (*CACHE_SCALES, *OTHER_SCALES):
-            device = getattr(layer, base, None)
-            if device is None:
-                continue
-            value = read_scale(name, base, device)
-            check_values(name, base, value)
-            if getattr(layer, base + "_float", None) is not None and not float_agrees(
-                layer, base, value
-            ):
-                transaction.set(layer, base + "_float", value.max().item())
-                stale.append(_key(name, base + "_float"))
-            if isinstance(getattr(layer, base + "_cpu", None), torch.Tensor) and not same_bits(
-                getattr(layer, base + "_cpu"), value
-            ):
-                transaction.set(layer, base + "_cpu", value, resize=True)
-                stale.append(_key(name, base + "_cpu"))
-    transaction.commit()
-    return stale
-
-
-def read_scale(layer_name: str, attribute: str, scale: torch.Tensor) -> torch.Tensor:
-    """A scale on the host.
-
-    Raises:
-        ValueError: on the meta device there is none.
-    """
-    if scale.device.type == "meta":
-        raise ValueError(f"{layer_name}: {attribute}: is on the meta device; load the model first")
-    return scale.detach().cpu()
-
-
-def check_values(layer_name: str, attribute: str, value: torch.Tensor) -> None:
-    """Refuse scales (a host tensor) that are not finite and positive.
-
-    Raises:
-        ValueError: naming the layer and the attribute.
-    """
-    wide = value.double()
-    if not bool((wide.isfinite() & (wide > 0)).all()):
-        raise ValueError(
-            f"{layer_name}: {attribute}: got {value.tolist()}; accepted: finite and > 0"
-        )
-
-
-def float_agrees(layer: Any, base: str, value: torch.Tensor) -> bool:
-    """Whether `<base>_float` is the device's value (given as a host tensor).
-
-    One float cannot be several heads' scales; engines reduce them differently, so then any number
-    from the smallest to the largest scale passes.
-    """
-    as_stored = torch.tensor(float(getattr(layer, base + "_float")), dtype=value.dtype)
-    return bool(value.min() <= as_stored <= value.max())
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors on the host have the same shape, dtype and bytes."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return False
-    # A copy: a dimension of size 1 may have stride 0, which counts as contiguous and has no bytes
-    # view.
-    a, b = (x.detach().reshape(-1).clone(memory_format=torch.contiguous_format) for x in (a, b))
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def _layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    check_type("model", model, torch.nn.Module, "a torch.nn.Module")
-    return [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if any(getattr(layer, base, None) is not None for base in CACHE_SCALES)
-    ]
-
-
-def _attributes(layer: torch.nn.Module) -> list[str]:
-    names = [base + form for base in (*CACHE_SCALES, *OTHER_SCALES) for form in FORMS]
-    return [name for name in names if getattr(layer, name, None) is not None]
-
-
-def _key(layer_name: str, attribute: str) -> str:
-    return f"{layer_name}.{attribute}" if layer_name else attribute
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return type(value).__name__
-
-
 def _as_tuple(name: str, values: Any) -> tuple[float, ...]:
     given = values
     if isinstance(values, torch.Tensor):
@@ -363,7 +224,10 @@ def _as_tuple(name: str, values: Any) -> tuple[float, ...]:
         raise TypeError(
             f"{name}: got {described(given)}; accepted: a number, or numbers, one per KV head"
         )
-    return tuple(map(float, values))
+    try:
+        return tuple(map(float, values))
+    except OverflowError as error:
+        raise ValueError(f"{name}: got a number too large for a float") from error
 
 
 def _checked_scales(name: str, values: Any) -> tuple[float, ...]:

@@ -31,6 +31,7 @@ class Transaction:
 
     def __init__(self, foreign: Iterable[torch.Tensor] = (), *, unshare: bool = True) -> None:
         self._writes: list[_Write] = []
+        self._done: list[_Write] = []
         self._unshare = unshare
         self._taken: dict[tuple[str, int], list[range]] = {}
         for tensor in foreign:
@@ -72,15 +73,18 @@ class Transaction:
 
     def commit(self) -> None:
         """Do all writes, or, where one raises, undo those done and raise."""
-        done: list[_Write] = []
         try:
             for write in self._writes:
                 write.do()
-                done.append(write)
+                self._done.append(write)
         except BaseException:
-            for write in reversed(done):
-                write.undo()
+            self.undo()
             raise
+
+    def undo(self) -> None:
+        """Take back what `commit` has done."""
+        while self._done:
+            self._done.pop().undo()
 
     def _take(self, tensor: torch.Tensor) -> None:
         if not tensor.is_meta:

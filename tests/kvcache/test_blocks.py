@@ -184,16 +184,20 @@ def test_split_of_a_strided_table():
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_garbage_past_a_sequences_end_stays_harmless(dtype):
     most = torch.iinfo(dtype).max
-    table = torch.tensor([[2, -1, most, -(most // 2), most // 4]], dtype=dtype)
+    table = torch.tensor([[2, -1, most, -(most // 2), most // 4 + 1]], dtype=dtype)
     split = split_block_table(table, 256, 64)[0].tolist()
     assert split[:4] == [8, 9, 10, 11]
     assert split[4:] == [-1] * 16
 
 
-def test_the_largest_ids_that_fit():
-    table = torch.tensor([[(2**31 - 1) // 4 - 1]], dtype=torch.int32)
-    last = split_block_table(table, 256, 64)[0, -1].item()
-    assert last == 4 * ((2**31 - 1) // 4) - 1 < 2**31
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+@pytest.mark.parametrize("ratio", (2, 3, 4))
+def test_the_largest_ids_that_fit(dtype, ratio):
+    most = torch.iinfo(dtype).max
+    largest = (most - ratio + 1) // ratio
+    table = torch.tensor([[largest, largest + 1]], dtype=dtype)
+    split = split_block_table(table, 64 * ratio, 64)[0].tolist()
+    assert split == [largest * ratio + i for i in range(ratio)] + [-1] * ratio
 
 
 def test_equal_sizes_are_not_copied():

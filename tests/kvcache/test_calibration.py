@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -233,3 +235,35 @@ def test_rotated_and_plain_keys_are_not_mixed(path):
         assert snapshot(layer) == before
     apply_kv_scales({"a": layer}, {"a": rotated}, rotated_keys=True)
     assert layer._k_scale.item() == 0.5
+
+
+@pytest.mark.parametrize("dtype", (torch.bool, torch.int32))
+def test_numbers_in_a_file_are_floating_point_ones(path, dtype):
+    tensors = {f"a.{side}_scale": torch.ones(1, dtype=dtype) for side in "kv"}
+    safetensors_torch.save_file(tensors, path)
+    with pytest.raises(ValueError, match=rf"scales\.safetensors: a\.[kv]_scale: is {dtype}"):
+        load_kv_scales(path, "fp8")
+
+
+def test_names_that_are_alike_are_refused(path):
+    """The second of two layers would be written over the first."""
+    with pytest.raises(ValueError, match="layer_name: .* names several of 12 layers alike"):
+        save_kv_scales(path, SCALES * 6, "fp8", layer_name="m.{!s:.1}")
+    assert not path.exists()
+
+
+def test_what_is_no_file_of_scales_is_named(tmp_path, path):
+    with pytest.raises(IsADirectoryError, match=f"^{tmp_path}: is a directory; accepted: a file"):
+        load_kv_scales(tmp_path)
+    path.write_text("k_scale: 1.0")
+    with pytest.raises(ValueError, match=r"scales\.safetensors: is no safetensors file"):
+        load_kv_scales(path)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        load_kv_scales(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("call", (load_kv_scales, lambda path: save_kv_scales(path, SCALES, "fp8")))
+def test_a_missing_library_is_named(path, monkeypatch, call):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"safetensors: pip install 'cute-kernels\[scales\]'"):
+        call(path)

@@ -234,6 +234,20 @@ def test_a_float_of_scales_per_head_is_between_them():
         copy_target_kv_scales(make((4,), 1.0), target)
 
 
+def test_a_layer_is_not_its_own_target():
+    layer = Layer(0.003)
+    with pytest.raises(ValueError, match="^d: is the same layer as t"):
+        copy_target_kv_scales(layer, layer, draft_name="d", target_name="t")
+
+
+def test_a_float_that_engines_do_not_keep_is_no_reason_to_refuse():
+    """vLLM's loading writes _prob_scale and leaves its float at 1.0."""
+    target, draft = (Layer(scale, extra=("_prob_scale",)) for scale in (0.003, 1.0))
+    target._prob_scale_float = 1.0
+    copy_target_kv_scales(draft, target)
+    assert draft._prob_scale == target._prob_scale
+
+
 class Stubborn(Layer):
     """Refuses the last of the writes."""
 

@@ -6,13 +6,8 @@ import math
 
 import pytest
 
-from kvcache.mtp import (
-    StaleScalesError,
-    check_mtp_scales,
-    layer_index,
-    map_draft_to_target,
-    propagate_mtp_scales,
-)
+from kvcache.draft_map import layer_index, map_draft_to_target
+from kvcache.mtp import StaleScalesError, check_mtp_scales, propagate_mtp_scales
 from tests.kvcache.helpers import Layer, snapshot
 from tests.kvcache.mtp_helpers import BASES, assert_copied, with_value
 
@@ -108,12 +103,28 @@ def test_mappings_that_cannot_be():
     drafts, targets = list(draft_model()), list(target_model())
     with pytest.raises(ValueError, match="draft_layer_types: has no layer 3, which draft.model"):
         mapping_of(drafts, targets, draft_layer_types=DRAFT_TYPES[:3])
+    # With a type too few, a layer before the last of its type would be read.
+    with pytest.raises(ValueError, match="target_layer_types: has no layer 11, which language_"):
+        mapping_of(drafts, targets, target_layer_types=(TYPES * 2)[:11])
     with pytest.raises(ValueError, match="layers.3.* reads the cache of target layer 11, which"):
         mapping_of(drafts, targets[:11])
     with pytest.raises(ValueError, match="target_names: .* and other.layers.0 are both layer 0"):
         mapping_of(drafts, [*targets, "other.layers.0"])
     with pytest.raises(ValueError, match="draft_names: .* are both layer 1"):
         mapping_of([*drafts, "x.layers.1"], targets)
+
+
+@pytest.mark.parametrize("kind", ("linear_attention", "conv", "mamba", "recurrent"))
+def test_layers_without_keys_and_values_share_none(kind):
+    with pytest.raises(ValueError, match=f"^d.0: is '{kind}', which keeps no keys and values"):
+        mapping_of(["d.0"], ["t.0"], draft_layer_types=[kind], target_layer_types=[kind])
+    with pytest.raises(ValueError, match="^d.0: is 'full_.*; .* cache of their own are 'sliding_"):
+        mapping_of(
+            ["d.0"],
+            ["t.0", "t.1"],
+            draft_layer_types=["full_attention"],
+            target_layer_types=["sliding_attention", kind],
+        )
 
 
 def test_propagation_is_needed_detected_and_enough():
@@ -223,3 +234,54 @@ def test_one_bad_target_layer_stops_the_whole_propagation():
     with pytest.raises(ValueError, match=f"^{last}: _v_scale: got nan"):
         propagate_mtp_scales(drafts, targets, mapping)
     assert [snapshot(layer) for layer in drafts.values()] == before
+
+
+@pytest.mark.parametrize("function", (propagate_mtp_scales, check_mtp_scales))
+def test_a_layer_is_a_draft_of_one_target_or_a_target(function):
+    """Otherwise what is written would be read, or written again, in some order."""
+    own, reader, other = Layer(0.5), Layer(), Layer(0.25)
+    cases = {
+        "^c: is mapped to b, which is draft layer b and reads the cache of a; accepted": (
+            {"c": Layer(), "b": reader},
+            {"a": own, "b": reader},
+            {"c": "b", "b": "a"},
+        ),
+        "^d: is mapped to d, which is draft layer d": ({"d": own}, {"d": own}, {"d": "d"}),
+        "^draft_to_target: d and e are one layer, mapped to a and to b": (
+            {"d": reader, "e": reader},
+            {"a": own, "b": other},
+            {"d": "a", "e": "b"},
+        ),
+    }
+    before = [snapshot(layer) for layer in (own, reader, other)]
+    for message, (drafts, targets, mapping) in cases.items():
+        with pytest.raises(ValueError, match=message) as refused:
+            function(drafts, targets, mapping)
+        assert not isinstance(refused.value, StaleScalesError)
+        assert [snapshot(layer) for layer in (own, reader, other)] == before
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "message"),
+    (
+        ("nvfp4", "fp8", "^draft: kv_cache_dtype: got 'nvfp4'; target, whose .* has 'fp8'"),
+        ("auto", "fp8", "^draft: kv_cache_dtype: got 'auto'"),
+        ("fp8", "bf16", "^draft: kv_cache_dtype: got 'fp8'"),
+        ("int8_of_an_engine", "fp8", "^draft: kv_cache_dtype: got 'int8_of_an_engine'"),
+        ("fp8_e4m3", "fp8", None),
+        ("nvfp4", "nvfp4_mse", None),
+        ("auto", "bf16", None),
+        ("int8_of_an_engine", "int8_of_an_engine", None),
+        (None, "fp8", None),
+    ),
+)
+@pytest.mark.parametrize("function", (propagate_mtp_scales, check_mtp_scales))
+def test_a_draft_reads_its_targets_storage_format_only(function, draft, target, message):
+    drafts, targets = {"draft": Layer(0.5)}, {"target": Layer(0.5)}
+    drafts["draft"].kv_cache_dtype, targets["target"].kv_cache_dtype = draft, target
+    if message is None:
+        function(drafts, targets, {"draft": "target"})
+        return
+    with pytest.raises(ValueError, match=message) as refused:
+        function(drafts, targets, {"draft": "target"})
+    assert not isinstance(refused.value, StaleScalesError)

@@ -11,7 +11,7 @@ import pytest
 
 import kvcache
 
-WITH_TENSORS = {".calibration", ".mtp", ".scales"}
+WITH_TENSORS = {".calibration", ".layer_scales", ".mtp", ".scales"}
 LIGHT = sorted(name for name, home in kvcache._HOME.items() if home not in WITH_TENSORS)
 
 

@@ -68,6 +68,32 @@ CALLS = {
         lambda: kvcache.AttentionConfig(**FIELDS, capability=[9, 0]),
         r"capability: got \[9, 0\]",
     ),
+    "capability of truths": (
+        lambda: kvcache.AttentionConfig(**FIELDS, capability=(True, False)),
+        r"capability: got \(True, False\)",
+    ),
+    "capability of four digits": (
+        lambda: kvcache.capability_of("sm_1000"),
+        "capability: got 'sm_1000'",
+    ),
+    "capability in other digits": (lambda: kvcache.capability_of("sm_\u0669\u0660"), "capability"),
+    "sinks are text": (
+        lambda: kvcache.AttentionConfig(**FIELDS, sinks="no"),
+        "sinks: got 'no'; accepted: True or False",
+    ),
+    "softcap is its value": (
+        lambda: kvcache.AttentionConfig(**FIELDS, softcap=float("nan")),
+        "softcap: got nan; accepted: True or False",
+    ),
+    "half a layer": (
+        lambda: kvcache.LayerGroup("a", config(), 1.5),
+        "num_layers: got a float; accepted: an int",
+    ),
+    "layers are a truth": (
+        lambda: kvcache.LayerGroup("a", config(), True),
+        "num_layers: got a bool; accepted: an int",
+    ),
+    "a group of a dict": (lambda: kvcache.LayerGroup("a", FIELDS, 1), "config: got a dict"),
     "heads are text": (
         lambda: kvcache.bytes_per_token("fp8", "4", 64),
         "num_kv_heads: got a str; accepted: an int > 0",
@@ -100,6 +126,18 @@ CALLS = {
     "one name": (lambda: mapped(draft_names="layers.0"), "draft_names: got a str"),
     "names are ints": (lambda: mapped(target_names=[0]), r"target_names\[0\]: got a int"),
     "types are None": (lambda: mapped(draft_layer_types=None), "draft_layer_types: got a NoneType"),
+    "indices are text": (
+        lambda: mapped(target_layer_types={"0": "full_attention"}),
+        "target_layer_types: index '0': got a str; accepted: an int",
+    ),
+    "types by index are None": (
+        lambda: mapped(draft_layer_types={0: None}),
+        r"draft_layer_types\[0\]: got a NoneType",
+    ),
+    "shared layers": (
+        lambda: mapped(num_kv_shared_layers=0.5),
+        "num_kv_shared_layers: got a float; accepted: an int",
+    ),
     "a path": (lambda: layer_kinds("config.json", "fp8", "sm_90a"), "model: got a str"),
 }
 

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, set_current_vllm_config
 from vllm.config.attention import AttentionConfig
 from vllm.config.cache import KV_CACHE_DTYPES, is_known_kv_cache_dtype
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
 from kvcache.integrations import vllm as plugin
 from kvcache.integrations.vllm import dtypes
+from tests.vllm.helpers import vllm_config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -73,9 +75,35 @@ def test_the_switch_back_to_the_native_backend(monkeypatch, _restored):
     plugin.register()
     assert CUSTOM.get_path() == plugin.NATIVE_BACKEND
     assert CUSTOM.get_class().get_name() == "FLASH_ATTN"
+    assert CUSTOM.get_class().get_impl_cls() is FlashAttentionBackend.get_impl_cls()
+    assert CUSTOM.get_class().full_cls_name() == FlashAttentionBackend.full_cls_name()
     monkeypatch.delenv("CUTE_KERNELS_VLLM")
     plugin.register()
     assert CUSTOM.get_path() == plugin.BACKEND
+
+
+@pytest.mark.parametrize("options", ({}, {"kv_scales": "s.safetensors"}))
+def test_the_native_backend_says_that_nothing_reads_the_scales(
+    monkeypatch, caplog, _restored, options
+):
+    monkeypatch.setenv("CUTE_KERNELS_VLLM", "native")
+    plugin.register()
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config = vllm_config()
+    config.additional_config = {"cute_kernels": options}
+    with caplog.at_level(logging.WARNING, plugin.logger.name), set_current_vllm_config(config):
+        for _ in range(2):
+            CUSTOM.get_class().get_impl_cls()
+    assert caplog.text.count("nothing reads kv_scales") == len(options)
+
+
+@pytest.mark.parametrize("value", ("nativ", "ours", "1"))
+def test_another_value_of_the_switch_registers_nothing(monkeypatch, _restored, value):
+    monkeypatch.setenv("CUTE_KERNELS_VLLM", value)
+    CUSTOM.clear_override()
+    reason = plugin.register()
+    assert reason == f"CUTE_KERNELS_VLLM: got {value!r}; accepted: native, or not set"
+    assert not CUSTOM.is_overridden()
 
 
 def test_another_plugins_backend_stays(caplog, monkeypatch, _restored):

@@ -21,7 +21,7 @@ from kvcache import (
     save_scales,
     sync_host_copies,
 )
-from kvcache.calibration import save_kv_scales
+from kvcache.calibration import apply_kv_scales, save_kv_scales
 from kvcache.integrations.vllm import scales as plugin_scales
 from kvcache.integrations.vllm.metadata import CuteMetadataBuilder
 from kvcache.scales import KVScales
@@ -140,7 +140,7 @@ def test_the_v2_runner_copies_and_the_first_batch_changes_nothing(monkeypatch):
     models = Models()
     models.wire(v2)
     written = []
-    monkeypatch.setattr(plugin_scales, "propagate", lambda *args: written.append(args))
+    monkeypatch.setattr(plugin_scales, "propagate_mtp_scales", lambda *args: written.append(args))
     models.builder([name(DRAFT, 0)]).build(0, one_batch())
     assert not written
 
@@ -213,8 +213,13 @@ def test_a_draft_reads_the_targets_cache_as_the_target_does():
     assert not torch.allclose(wrong, want, atol=0.1)
 
 
-def test_scales_survive_a_sleep_and_a_reload_bit_for_bit():
+@pytest.mark.parametrize("per_head", (False, True))
+def test_scales_survive_a_sleep_and_a_reload_bit_for_bit(per_head):
     models = Models()
+    if per_head:
+        wide = name(TARGET, 0)
+        scales = {wide: KVScales((0.1, 0.4), (0.2, 0.3), "fp8")}
+        apply_kv_scales({wide: models.layers[wide]}, scales)
     model = torch.nn.ModuleDict(
         {each.replace(".", "/"): models.layers[each] for each in models.targets}
     )

@@ -7,7 +7,7 @@ What it registers is passive: a model runs on it when it is asked for,
     vllm serve MODEL --kv-cache-dtype nvfp4_mse --attention-backend CUTE_NVFP4_SM100
 
 The switch back that needs no other command line is CUTE_KERNELS_VLLM=native: CUSTOM is then vLLM's
-own FlashAttention. Importing this package imports no vLLM.
+own FlashAttention, and nothing reads a file of scales. Importing this package imports no vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cute_kernels.env import vllm_backend
 __all__ = ["BACKEND", "NATIVE_BACKEND", "NVFP4_BACKEND", "NVFP4_NAME", "VLLM_VERSION", "register"]
 
 BACKEND = "kvcache.integrations.vllm.backend.CuteAttentionBackend"
-NATIVE_BACKEND = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+NATIVE_BACKEND = "kvcache.integrations.vllm.native.NativeAttentionBackend"
 NVFP4_BACKEND = "kvcache.integrations.vllm.nvfp4_sm100.CuteNVFP4Backend"
 NVFP4_NAME = "CUTE_NVFP4_SM100"
 VLLM_VERSION = "0.33"  # the one these classes were written for and are tested with
@@ -36,7 +36,7 @@ def register() -> str | None:
         Why nothing was registered, also in the log as a warning, or None. Never raises: vLLM does
         not catch what its plugins raise, and a plugin must not take its host down.
     """
-    reason = _other_version()
+    reason = _other_version() or _unknown_switch()
     if reason is None:
         try:
             _register()
@@ -62,6 +62,13 @@ def _register() -> None:
         logger.warning("cute_kernels: CUSTOM is %s already and stays so", taken)
     if NVFP4_NAME not in AttentionBackendEnum.__members__:
         register_backend(NVFP4_NAME, NVFP4_BACKEND)
+
+
+def _unknown_switch() -> str | None:
+    """A misspelt "native" must not be ours: without CUSTOM vLLM does not start on it."""
+    if vllm_backend() in ("", "native"):
+        return None
+    return f"CUTE_KERNELS_VLLM: got {vllm_backend()!r}; accepted: native, or not set"
 
 
 def _other_version() -> str | None:

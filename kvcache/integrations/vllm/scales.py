@@ -13,56 +13,53 @@ more than the checkpoint (see `kvcache.calibration`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from kvcache.calibration import apply_kv_scales, load_kv_scales
+from kvcache.calibration import has_kv_scales, load_kv_scales, plan_kv_scales
 from kvcache.integrations.vllm import logger
 from kvcache.integrations.vllm.counters import COUNTERS
-from kvcache.mtp import check_mtp_scales, propagate_mtp_scales
-from kvcache.scales import CACHE_SCALES, KVScales
+from kvcache.integrations.vllm.options import KV_SCALES, options
+from kvcache.layer_scales import ScaleWatch
+from kvcache.mtp import StaleScalesError, check_mtp_scales, propagate_mtp_scales
+from kvcache.scales import KVScales
 
 
 def sharing(layers: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """Of the layers named, those that read another layer's cache -> that layer."""
-    found = {
-        name: getattr(layers[name], "kv_sharing_target_layer_name", None)
-        for name in names
-        if name in layers
-    }
-    return {name: target for name, target in found.items() if target is not None}
-
-
-def propagate(layers: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Give the layers named the scales of the layers whose cache they read, all or nothing.
+    """Of the layers named, those that read another layer's cache -> the layer that has it.
 
     Args:
         layers: attention layers by name: `compilation_config.static_forward_context`.
 
-    Returns:
-        The layers that read another's cache.
-
     Raises:
-        ValueError: see `kvcache.propagate_mtp_scales`; nothing has been written then.
+        ValueError: a layer that reads the cache of one that is not there, or in a circle its own.
     """
-    mapping = sharing(layers, names)
-    if mapping:
-        drafts = {name: layers[name] for name in mapping}
-        targets = {name: layers[name] for name in mapping.values()}
-        propagate_mtp_scales(drafts, targets, mapping)
-        check_mtp_scales(drafts, targets, mapping)
-    return list(mapping)
+    found = {name: _owner(layers, name) for name in names if name in layers}
+    return {name: owner for name, owner in found.items() if name != owner}
+
+
+def _owner(layers: Mapping[str, Any], name: str) -> str:
+    """The layer that has the cache which this one reads, through any number of others."""
+    way = [name]
+    while True:
+        read = getattr(layers[way[-1]], "kv_sharing_target_layer_name", None)
+        if read is None:
+            return way[-1]
+        if read not in layers:
+            raise ValueError(f"{way[-1]}: reads the cache of {read}, which is no attention layer")
+        way.append(read)
+        if read in way[:-1]:
+            raise ValueError(f"{name}: reads its own cache: {' -> '.join(way)}")
 
 
 def configured_scales(vllm_config: Any) -> dict[str, KVScales]:
     """The scales of the file that the user named, by vLLM's name of the layer's module.
 
     Raises:
-        ValueError: see `kvcache.calibration.load_kv_scales`; scales of rotated keys, which vLLM
-            does not store.
+        ValueError, TypeError: see `options` and `kvcache.calibration.load_kv_scales`; scales of
+            rotated keys, which vLLM does not store.
     """
-    extra = vllm_config.additional_config
-    ours = extra.get("cute_kernels", {}) if isinstance(extra, dict) else {}
-    path = ours.get("kv_scales")
+    path = options(vllm_config).get(KV_SCALES)
     if path is None:
         return {}
     scales = load_kv_scales(path, vllm_config.cache_config.cache_dtype)
@@ -74,8 +71,10 @@ def configured_scales(vllm_config: Any) -> dict[str, KVScales]:
 class GroupScales:
     """Keeps the scales of one group's layers right; a metadata builder asks it for each batch.
 
-    Comparing what the host has costs a microsecond or two a layer and no device access. Scales are
-    written where that differs: once after loading, and after each reload.
+    What the host can see of a change (`kvcache.layer_scales.ScaleWatch`) is looked at for each
+    batch, without a device access. Only where there is one, which is once after loading and after
+    each reload or refit, scales are read from the device, checked, and written where they are
+    stale.
 
     Args:
         vllm_config: with the layers in `compilation_config.static_forward_context`.
@@ -90,31 +89,38 @@ class GroupScales:
         changed: Callable[[list[str]], None] | None = None,
     ) -> None:
         self._layers = vllm_config.compilation_config.static_forward_context
+        self._parallel = getattr(vllm_config, "parallel_config", None)
         self._from_file = configured_scales(vllm_config)
+        self._warn_of_others()
         self._names, self._changed = names, changed
         self._seen = 0
-        self._pairs: list[tuple[Any, Any]] = []
+        self._shared: dict[str, str] = {}
         self._calibrated: dict[str, KVScales] = {}
+        self._watches: list[ScaleWatch] = []
 
     def refresh(self) -> list[str]:
         """Write what is stale; returns the layers that were written.
 
         Raises:
-            ValueError: a scale that cannot be right, by layer and attribute.
+            ValueError: a scale that cannot be right, by layer and attribute; layers that do not fit
+                each other or the file. No layer is changed then.
         """
         if len(self._names) != self._seen:
             self._look_up()
-        written = self._calibrate() + self._share()
+        if not any(watch.changed() for watch in self._watches):
+            return []
+        written = self._repair()
+        for watch in self._watches:
+            watch.accept()
         if written and self._changed is not None:
             self._changed(written)
         return written
 
     def _look_up(self) -> None:
-        mapping = sharing(self._layers, self._names)
-        self._pairs = [(self._layers[name], self._layers[to]) for name, to in mapping.items()]
-        own = {name: _file_name(name) for name in self._names if name not in mapping}
+        self._shared = sharing(self._layers, self._names)
+        own = {name: _file_name(name) for name in self._names if name not in self._shared}
         self._calibrated = {
-            name: self._from_file[listed]
+            name: self._of_this_rank(name, self._from_file[listed])
             for name, listed in own.items()
             if listed in self._from_file
         }
@@ -124,37 +130,79 @@ class GroupScales:
                 f"kv_scales: the file has no scales of {', '.join(missing)}; it has "
                 f"{', '.join(self._from_file)}"
             )
+        watched = {**self._calibrated, **self._shared, **dict.fromkeys(self._shared.values())}
+        self._watches = [ScaleWatch(self._layers[name]) for name in watched]
         self._seen = len(self._names)
 
-    def _calibrate(self) -> list[str]:
+    def _warn_of_others(self) -> None:
+        """A file may be another model's; under pipeline parallelism others have the layers."""
+        here = set(map(_file_name, self._layers))
+        others = [name for name in self._from_file if name not in here]
+        if others and getattr(self._parallel, "pipeline_parallel_size", 1) == 1:
+            _warn_once(f"kv_scales: the file has scales of no layer here: {', '.join(others)}")
+
+    def _of_this_rank(self, name: str, scales: KVScales) -> KVScales:
+        """A file has the scales of all KV heads, a layer under tensor parallelism some of them."""
+        ranks = getattr(self._parallel, "tensor_parallel_size", 1)
+        if ranks == 1:
+            return scales
+        heads = max(len(scales.k), len(scales.v))
+        own = getattr(self._layers[name], "num_kv_heads", None)
+        if heads > 1 and own not in (None, max(1, heads // ranks)):
+            raise ValueError(
+                f"{name}: got the scales of {heads} KV heads; tensor parallelism over {ranks} "
+                f"ranks leaves {own} to each"
+            )
+        try:
+            return scales.of_rank(_rank(), ranks)
+        except ValueError as error:
+            raise ValueError(f"{name}: tensor parallelism: {error}") from error
+
+    def _repair(self) -> list[str]:
+        layers = {name: self._layers[name] for name in self._calibrated}
+        plan_kv_scales(
+            layers, self._calibrated
+        )  # refuses what does not fit, also where it is equal
         stale = {
             name: scales
             for name, scales in self._calibrated.items()
-            if _on_host(self._layers[name])
-            != ((max(scales.k), len(scales.k)), (max(scales.v), len(scales.v)))
+            if not has_kv_scales(layers[name], scales)
         }
+        applied = plan_kv_scales({name: layers[name] for name in stale}, stale)
+        applied.commit()
+        try:
+            shared = self._share()
+        except BaseException:
+            applied.undo()
+            raise
         if stale:
-            apply_kv_scales({name: self._layers[name] for name in stale}, stale)
             logger.info("cute_kernels: scales from the file: %s", ", ".join(stale))
-        return list(stale)
+        return [*stale, *shared]
 
     def _share(self) -> list[str]:
-        if all(_on_host(draft) == _on_host(target) for draft, target in self._pairs):
+        drafts = {name: self._layers[name] for name in self._shared}
+        targets = {name: self._layers[name] for name in self._shared.values()}
+        try:
+            check_mtp_scales(drafts, targets, self._shared)
+        except StaleScalesError as error:
+            written = list(dict.fromkeys(each.draft for each in error.stale))
+        else:
             return []
-        written = propagate(self._layers, self._names)
+        propagate_mtp_scales(drafts, targets, self._shared)
         COUNTERS.propagated += len(written)
         logger.info("cute_kernels: scales of the layers that share a cache: %s", written)
         return written
 
 
-def _on_host(layer: Any) -> tuple[tuple[float | None, int], ...]:
-    """Of K's and V's scale the Python float and the number of scales, as the host has them."""
-    found = []
-    for name in CACHE_SCALES:
-        tensor = getattr(layer, f"{name}_cpu", None)
-        count = 0 if tensor is None else tensor.numel()
-        found.append((getattr(layer, f"{name}_float", None), count))
-    return tuple(found)
+def _rank() -> int:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("cute_kernels: %s", message)
 
 
 def _file_name(name: str) -> str:
