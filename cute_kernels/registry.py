@@ -52,8 +52,12 @@ class KernelContract:
     features: see ``FEATURES``.
     least_rows: (head size, packed rows) pairs: sequences of fewer rows are left to another kernel,
         however many passes it takes. Empty: as soon as the other takes more than one.
-    max_copy_bytes: the kernel reads 16-bit copies of a call's keys, and a call whose copies would
-        need more memory is left to another kernel. 0: it reads the cache itself.
+    copied_from_rows: (head size, packed rows) pairs: sequences of so many rows or more are served
+        from 16-bit copies of their keys, unless `batch_invariant` is asked for; the others, and
+        calls whose copies would need too much memory, from the cache itself. Without the pair of a
+        head size all are served from the one or the other.
+    max_copy_bytes: the most memory for the copies of a call's keys. A call that would need more is
+        left to another kernel where this one reads nothing but copies. 0: it makes none.
     """
 
     name: str
@@ -70,6 +74,7 @@ class KernelContract:
     kv_layouts: tuple[str, ...]
     features: tuple[str, ...]
     least_rows: tuple[tuple[int, int], ...] = ()
+    copied_from_rows: tuple[tuple[int, int], ...] = ()
     max_copy_bytes: int = 0
 
     def max_packed_rows(self, head_size: int) -> int:
@@ -124,9 +129,13 @@ def contracts() -> tuple[KernelContract, ...]:
     return (
         _decode_sm90("decode_sm90", decode_sm90.QUANTIZED_FORMATS),
         _decode_sm90("decode_sm90_16_bits", decode_sm90.Q_DTYPES),
-        _prefill_sm90("prefill_sm90", [each for each in prefill if each.converts]),
+        replace(
+            _prefill_sm90("prefill_sm90", [each for each in prefill if each.converts]),
+            copied_from_rows=tuple(sorted(widen_sm90.MIN_ROWS["fp8_e4m3"].items())),
+            max_copy_bytes=widen_sm90.MAX_BYTES,
+        ),
         _prefill_sm90("prefill_sm90_16_bits", [each for each in prefill if not each.converts]),
-        _prefill_sm90_widened(),
+        _prefill_sm90_nvfp4(),
     )
 
 
@@ -169,10 +178,9 @@ def _prefill_sm90(name: str, variants: list[prefill_sm90.PrefillConfig]) -> Kern
     )
 
 
-def _prefill_sm90_widened() -> KernelContract:
-    """The 16-bit kernel on fp16 copies of an nvfp4 cache. (Copies of an FP8 cache are a detail of
-    `prefill_sm90`, which takes the same calls without.)"""
-    name, storage = "prefill_sm90_widened", "nvfp4"
+def _prefill_sm90_nvfp4() -> KernelContract:
+    """The 16-bit kernel on fp16 copies of an nvfp4 cache, which no prefill kernel reads itself."""
+    name, storage = "prefill_sm90_nvfp4", "nvfp4"
     sizes = widen_sm90.head_sizes(storage)
     variants = [
         prefill_sm90.widened_config(size, q_dtype)
@@ -223,8 +231,18 @@ def _column(contract: KernelContract) -> dict[str, str]:
             contract.rows_per_pass
         ),
         "fewest rows of its sequences": _by_rows(contract.least_rows),
+        "reads fp16 copies of the keys": _copies(contract),
         "features": _listed([FEATURES[name] for name in contract.features]),
     }
+
+
+def _copies(contract: KernelContract) -> str:
+    """When the kernel reads copies, in words; "" if never."""
+    if not contract.max_copy_bytes:
+        return ""
+    most = f"of at most {contract.max_copy_bytes >> 20} MiB"
+    from_rows = _by_rows(contract.copied_from_rows)
+    return f"{most}, of sequences of as many rows: {from_rows}" if from_rows else f"{most}, always"
 
 
 def _by_rows(pairs: tuple[tuple[int, int], ...]) -> str:

@@ -12,17 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 import cute_kernels
+from cute_kernels.compile.build import print_any_path
 from kvcache.blocks import get_preferred_block_size_for_config
+from kvcache.cli_cache import cache_group
 from kvcache.cli_common import (
     batch_invariant_option,
     console,
     kv_cache_dtype_option,
+    print_whole,
     read_model,
     refusing,
     text_only_option,
 )
 from kvcache.cli_doctor import doctor_command
-from kvcache.cli_kernels import cache_group, warmup_command
+from kvcache.cli_kernels import warmup_command
 from kvcache.config import capability_of
 from kvcache.hybrid import LayerGroup, plan_pages
 from kvcache.models import LayerKind, layer_kinds
@@ -33,6 +36,7 @@ from kvcache.selection import caveats, explain, select_kernel, select_kernels
 @click.version_option(cute_kernels.__version__, prog_name="kvcache")
 def main() -> None:
     """What the kernels of cute-kernels can do for a model, and how to have them ready."""
+    print_any_path()
 
 
 main.add_command(warmup_command)
@@ -72,7 +76,7 @@ def explain_command(
         raise click.ClickException(f"{model}: {error}") from error
     reasons = [kind.why_unserved() for kind in kinds]
     screen = console()
-    _print_whole(screen, _table(kinds, reasons))
+    print_whole(screen, _table(kinds, reasons))
     for kind, reason in zip(kinds, reasons, strict=True):
         if verbose and kind.config is not None:
             screen.print(Text(f"{kind.name}: {explain(kind.config, reason)}"))
@@ -111,14 +115,6 @@ def _table(kinds: Sequence[LayerKind], reasons: Sequence[str | None]) -> Table:
             str(config.bytes_per_token) if served else "",
         )
     return table
-
-
-def _print_whole(screen: Console, table: Table) -> None:
-    """A table that is wider than the terminal is wrapped by it, which loses nothing; one that is
-    made to fit is cut."""
-    unlimited = screen.options.update(max_width=10_000)
-    screen.width = max(screen.width, screen.measure(table, options=unlimited).maximum)
-    screen.print(table)
 
 
 def _print_plan(screen: Console, kinds: Sequence[LayerKind]) -> None:

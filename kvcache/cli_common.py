@@ -10,15 +10,16 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from kvcache.dtypes import is_quantized_kv_cache
 
 
-def refusing(check: Callable[[str], object]) -> Callable[..., str]:
+def refusing(check: Callable[[Any], object]) -> Callable[..., Any]:
     """A callback for an option: what `check` raises ValueError for is refused by the option's name,
     before it meets a model's file and is taken for a fault of that."""
 
-    def callback(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         try:
             check(value)
         except ValueError as error:
@@ -26,6 +27,18 @@ def refusing(check: Callable[[str], object]) -> Callable[..., str]:
         return value
 
     return callback
+
+
+class JsonCommand(click.Command):
+    """A command that with --json prints an object also where it fails: {"error": why}."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            if ctx.params.get("as_json"):
+                click.echo(json.dumps({"error": error.format_message()}, indent=1))
+            raise
 
 
 kv_cache_dtype_option = click.option(
@@ -47,6 +60,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 def console() -> Console:
     """Files and pipes have no width, and a cut table there cannot be widened."""
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+
+
+def print_whole(screen: Console, table: Table) -> None:
+    """A table that is wider than the terminal is wrapped by it, which loses nothing; one that is
+    made to fit is cut."""
+    unlimited = screen.options.update(max_width=10_000)
+    screen.width = max(screen.width, screen.measure(table, options=unlimited).maximum)
+    screen.print(table)
 
 
 def read_model(path: Path) -> dict[str, Any]:

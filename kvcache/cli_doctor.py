@@ -8,12 +8,12 @@ import json
 import click
 from rich.text import Text
 
-from kvcache.cli_common import console, json_option
+from kvcache.cli_common import JsonCommand, console, json_option
 
 _STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 
 
-@click.command("doctor")
+@click.command("doctor", cls=JsonCommand)
 @json_option
 def doctor_command(as_json: bool) -> None:
     """Say what is installed, which of it is broken, and how to mend it.

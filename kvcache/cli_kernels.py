@@ -1,10 +1,10 @@
-"""`kvcache warmup` and `kvcache cache`: compile what a model needs, keep what was compiled."""
+"""`kvcache warmup`: compile what a model needs."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tqdm import tqdm
 
-from cute_kernels.compile.bundle import layers
+from cute_kernels.compile.bundle import check_name, locate
 from cute_kernels.compile.errors import CompilerUnavailableError
-from cute_kernels.compile.key import installed_toolchain, source_fingerprint
 from cute_kernels.compile.pool import Outcome, compile_into, default_workers
-from cute_kernels.compile.store import Entry, Store
 from cute_kernels.env import cache_directory
 from kvcache.cli_common import (
+    JsonCommand,
     batch_invariant_option,
     console,
     json_option,
@@ -55,7 +54,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
     return numbers
 
 
-@click.command("warmup", context_settings={"show_default": True})
+@click.command("warmup", cls=JsonCommand, context_settings={"show_default": True})
 @click.option(
     "--model",
     required=True,
@@ -84,7 +83,9 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Bundle to write, for CUTE_KERNELS_BUNDLE; the user's cache without it.",
+    callback=refusing(lambda out: None if out is None else check_name(out)),
+    help="Bundle to write, for CUTE_KERNELS_BUNDLE; the user's cache, for what no bundle has, "
+    "without it.",
 )
 @click.option("--workers", default=default_workers, type=click.IntRange(min=1))
 @click.option("--dry-run", is_flag=True, help="Only say what would be compiled.")
@@ -101,7 +102,7 @@ def warmup_command(out: Path | None, workers: int, dry_run: bool, as_json: bool,
     start, outcomes = time.monotonic(), []
     if not dry_run:
         try:
-            outcomes = _compile(plan, directory, workers)
+            outcomes = _compile(plan, directory, workers, shared=out is not None)
         except (OSError, CompilerUnavailableError) as error:
             raise click.ClickException(str(error)) from error
     report = _warmup_report(plan, outcomes, directory, time.monotonic() - start)
@@ -141,14 +142,18 @@ def _plan(
         raise click.ClickException(f"{model}: {error}") from error
 
 
-def _compile(plan: WarmupPlan, directory: Path, workers: int) -> list[Outcome]:
+def _compile(plan: WarmupPlan, directory: Path, workers: int, shared: bool) -> list[Outcome]:
+    """shared: it is a bundle, with everything; the user's cache does without what bundles have."""
     with tqdm(total=len(plan.units), unit="kernel", disable=None) as bar:
 
         def show(outcome: Outcome) -> None:
             bar.set_postfix_str(outcome.unit.config.name)
             bar.update()
 
-        return compile_into(plan.compile_units, directory, workers, show)
+        elsewhere = {} if shared else {"elsewhere": locate}
+        return compile_into(
+            plan.compile_units, directory, workers, show, shared=shared, **elsewhere
+        )
 
 
 def _warmup_report(
@@ -203,122 +208,3 @@ def _print_warmup(report: dict[str, Any], dry_run: bool) -> None:
         f"{report['compiled']} compiled, {report['present']} were there, {report['failed']} failed "
         f"in {report['seconds']} s: {report['directory']}"
     )
-
-
-@click.group("cache")
-def cache_group() -> None:
-    """Look after compiled kernels, in the user's cache, CUTE_KERNELS_BUNDLE and other folders."""
-
-
-def _directories(function: Callable[..., None]) -> Callable[..., None]:
-    return click.argument(
-        "directories", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path)
-    )(function)
-
-
-def _state(entry: Entry) -> str:
-    """What is to be said about an entry, or "": it works, and calls of this version ask for it."""
-    if entry.problem is not None:
-        return entry.problem
-    if entry.manifest["sources"] != source_fingerprint():
-        return "built from other sources of cute_kernels"
-    toolchain = installed_toolchain()
-    if toolchain is not None and entry.manifest["dsl"] != toolchain.dsl:
-        return f"built by DSL {entry.manifest['dsl']}, {toolchain.dsl} is installed"
-    return ""
-
-
-def _listing(directories: Sequence[Path]) -> list[dict[str, Any]]:
-    found = []
-    for directory in directories or [path for path in layers() if path.is_dir()]:
-        for entry in Store(directory).entries():
-            manifest = entry.manifest or {}
-            found.append(
-                {
-                    "path": str(entry.path),
-                    "name": manifest.get("name"),
-                    "target": manifest.get("target"),
-                    "digest": manifest.get("digest"),
-                    "dsl": manifest.get("dsl"),
-                    "tvm_ffi": manifest.get("tvm_ffi"),
-                    "bytes": entry.size,
-                    "modified": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry.modified)),
-                    "loadable": entry.problem is None,
-                    "state": _state(entry),
-                }
-            )
-    return found
-
-
-@cache_group.command("ls")
-@_directories
-@json_option
-def ls_command(directories: tuple[Path, ...], as_json: bool) -> None:
-    """List compiled kernels."""
-    listing = _listing(directories)
-    if as_json:
-        click.echo(json.dumps(listing, indent=1))
-        return
-    table = Table(box=SIMPLE_HEAD)
-    for title in ("kernel", "for", "DSL", "KiB", "built", "state"):
-        table.add_column(title, no_wrap=title not in ("kernel", "state"), overflow="fold")
-    for row in listing:
-        name = row["name"] or Path(row["path"]).name
-        kib, built = str(row["bytes"] // 1024), row["modified"][:10]
-        table.add_row(name, row["target"], row["dsl"], kib, built, row["state"] or "current")
-    console().print(table)
-    click.echo(f"{len(listing)} kernels, {sum(row['bytes'] for row in listing) / 2**20:.1f} MiB")
-
-
-@cache_group.command("verify")
-@_directories
-@json_option
-def verify_command(directories: tuple[Path, ...], as_json: bool) -> None:
-    """Check every kernel's checksum, manifest and owner; exit status 1 if one would be refused."""
-    listing = _listing(directories)
-    bad = [row for row in listing if not row["loadable"]]
-    if as_json:
-        click.echo(json.dumps({"checked": len(listing), "bad": bad}, indent=1))
-    else:
-        for row in bad:
-            click.echo(f"{row['path']}: {row['state']}")
-        click.echo(f"{len(listing)} checked, {len(bad)} bad")
-    if bad:
-        raise SystemExit(1)
-
-
-@cache_group.command("prune")
-@_directories
-@click.option("--all", "everything", is_flag=True, help="Remove the current ones too.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
-@json_option
-def prune_command(
-    directories: tuple[Path, ...], everything: bool, dry_run: bool, as_json: bool
-) -> None:
-    """Remove kernels that no call asks for any more, broken ones, and what crashes left behind.
-
-    Without folders in the user's cache only: bundles are somebody's product. Kernels that are
-    refused for their owner or mode stay: chown or chmod mends them.
-    """
-    cache = cache_directory()
-    removed = []
-    for directory in directories or [path for path in (cache,) if path and path.is_dir()]:
-        store = Store(directory)
-        doomed = [(path, "left by a crash") for path in store.leftovers()]
-        for entry in store.entries():
-            state = _state(entry) or ("--all" if everything else "")
-            if state and (everything or not entry.distrusted):
-                doomed.append((entry.path, state))
-        for path, why in doomed:
-            if not dry_run:
-                try:
-                    store.remove(path)
-                except OSError as error:
-                    raise click.ClickException(f"{path}: {error}") from error
-            removed.append({"path": str(path), "why": why})
-    if as_json:
-        click.echo(json.dumps(removed, indent=1))
-        return
-    for row in removed:
-        click.echo(f"{row['path']}: {row['why']}")
-    click.echo(f"{len(removed)} {'would be ' if dry_run else ''}removed")

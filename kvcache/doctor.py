@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from cute_kernels.compile.bundle import layers
-from cute_kernels.compile.store import Store
+from cute_kernels.compile.store import Entry, Store
 from cute_kernels.env import bundle_directories, c_compiler, cache_directory
 
 # The releases that are tested; the same ranges as in pyproject.toml (a test compares them).
@@ -86,16 +87,31 @@ def _packages() -> Iterator[Finding]:
             )
 
 
-def _cuda_runtime() -> Iterator[Finding]:
-    """Libraries take the runtime that torch loads, which is a wheel beside torch's own."""
+def _torch_build() -> Iterator[Finding]:
+    """Libraries take the runtime that torch loads, which is a wheel beside torch's own.
+
+    Wheels of the project's own index name their build in the version, those of PyPI do not.
+    """
     names = {(distribution.name or "").lower() for distribution in metadata.distributions()}
-    if "nvidia-cuda-runtime-cu12" in names and "nvidia-cuda-runtime" not in names:
-        yield Finding(
-            "CUDA runtime",
-            "broken",
-            "torch is a build for CUDA 12, the kernels are tested with CUDA 13's runtime",
-            "install a build of torch for CUDA 13",
-        )
+    try:
+        build = Version(metadata.version("torch")).local or ""
+    except metadata.PackageNotFoundError:
+        return
+    cuda = re.match(r"cu(\d+)(\d)", build)
+    problem = ""
+    if cuda is not None and int(cuda[1]) < 13:
+        problem = f"torch is a build for CUDA {cuda[1]}.{cuda[2]}"
+    elif build.startswith(("rocm", "xpu")):
+        problem = f"torch is a build for {build}"
+    elif build == "cpu" and cuda_driver() is not None:
+        problem = "torch is a build without CUDA, and this machine has a driver"
+    elif (
+        cuda is None and "nvidia-cuda-runtime-cu12" in names and "nvidia-cuda-runtime" not in names
+    ):
+        problem = "torch is a build for CUDA 12"
+    if problem:
+        found = f"{problem}; the kernels need CUDA 13's runtime, which torch brings"
+        yield Finding("torch build", "broken", found, "install a build of torch for CUDA 13")
 
 
 def _dsl_files() -> Iterator[Finding]:
@@ -258,30 +274,55 @@ def _is_kernel_view(path: Path) -> bool:
 
 
 def _directory(check: str, directory: Path) -> Finding:
+    if check == "cache" and not os.path.isdir(directory):
+        return _cache_to_be_made(directory)
     store = Store(directory)
-    if not directory.is_dir():
-        if check == "bundle":
-            mend = "correct CUTE_KERNELS_BUNDLE"
-            return Finding(check, "broken", f"{directory} is no directory", mend)
-        parent = next(path for path in (directory, *directory.parents) if os.path.exists(path))
-        if parent.is_dir() and os.access(parent, os.W_OK) and not _is_kernel_view(parent):
-            return Finding(check, "ok", f"{directory}, not there yet")
-        found = f"{directory} cannot be made: {parent} is no directory that this user can write"
-        return Finding(check, "warning", found, "let CUTE_KERNELS_CACHE_DIR name another")
     if check == "cache":
         try:
             store.prepare()
         except OSError as error:
             mend = "chown or chmod it, or let CUTE_KERNELS_CACHE_DIR name another"
             return Finding(check, "warning", f"cannot keep kernels: {error}", mend)
-    entries = store.entries()
+    problem = store.problem()
+    if problem is not None:
+        mend = "let this user look into it and what it is in (chmod a+rx)"
+        if not problem.endswith(("denied", "permitted")):
+            mend = "correct CUTE_KERNELS_BUNDLE"
+        return Finding(check, "broken", problem, mend)
+    if os.statvfs(directory).f_flag & os.ST_NOEXEC:
+        found = f"{directory} is on a noexec mount: no kernel can be loaded from there"
+        return Finding(check, "broken", found, "mount it without noexec, or name another directory")
+    return _kernels(check, directory, store.entries())
+
+
+def _cache_to_be_made(directory: Path) -> Finding:
+    parent = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    writable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
+    if writable and not _is_kernel_view(parent):
+        return Finding("cache", "ok", f"{directory}, not there yet")
+    found = f"{directory} cannot be made: {parent} is no directory that this user can write"
+    return Finding("cache", "warning", found, "let CUTE_KERNELS_CACHE_DIR name another")
+
+
+def _kernels(check: str, directory: Path, entries: list[Entry]) -> Finding:
     bad = [entry for entry in entries if entry.problem is not None]
     if bad:
         found = f"{directory}: {len(bad)} of {len(entries)} kernels are refused: {bad[0].problem}"
-        mend = f"kvcache cache prune {directory}, or build the bundle anew"
+        mend = f"kvcache cache prune {directory}"
+        if check == "bundle":
+            mend += ", then build anew what it removed"
         if all(entry.distrusted for entry in bad):
             mend = "chown it to this user or root, and chmod go-w it"
         return Finding(check, "broken", found, mend)
+    # Other versions' kernels in the user's cache are its past, in a bundle they are its fault.
+    stale = [entry for entry in entries if check == "bundle" and entry.of_other_sources]
+    if stale:
+        found = (
+            f"{directory}: {len(stale)} of {len(entries)} kernels are built from other sources of "
+            "cute_kernels than those installed and are not used"
+        )
+        mend = "build the bundle anew with this version, or install the version that built it"
+        return Finding(check, "broken" if len(stale) == len(entries) else "warning", found, mend)
     if check == "bundle" and not entries:
         mend = "build it: kvcache warmup --model config.json --out DIR"
         return Finding(check, "warning", f"{directory}, 0 kernels: all would be compiled", mend)
@@ -291,7 +332,7 @@ def _directory(check: str, directory: Path) -> Finding:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _python,
     _packages,
-    _cuda_runtime,
+    _torch_build,
     _dsl_files,
     _dsl_import,
     _compiler,

@@ -114,15 +114,7 @@ def layer_kinds(
         ValueError: a missing field, or one that cannot be right; the message names it.
     """
     check_type("model", model, Mapping, "a mapping, the parsed config.json")
-    inner = model.get("text_config") or {}
-    if not isinstance(inner, Mapping):
-        raise ValueError(f"text_config: got a {type(inner).__name__}; accepted: an object")
-    text = {**model, **inner}
-    if not isinstance(text.get("model_type"), str):
-        raise ValueError(
-            f"model_type: got {text.get('model_type')!r}; accepted: the architecture's name"
-        )
-    text = with_defaults(text)
+    text = text_of(model)
     types = _layer_types(text)
     shared_from = len(types) - _optional(text, "num_kv_shared_layers", 0, len(types))
     like: dict[tuple[str, frozenset[tuple[str, Any]]], list[int]] = {}
@@ -152,6 +144,39 @@ def layer_kinds(
     return kinds
 
 
+def text_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the text model of a multimodal one, or the model's, with what is missing.
+
+    Raises:
+        ValueError: a field that cannot be right.
+    """
+    inner = model.get("text_config") or {}
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"text_config: got a {type(inner).__name__}; accepted: an object")
+    text = {**model, **inner}
+    for name in ("model_type", "dtype", "torch_dtype"):
+        if not isinstance(text.get(name), str | None):
+            raise ValueError(f"{name}: got {text[name]!r}; accepted: a name")
+    if text.get("model_type") is None:
+        raise ValueError("model_type: got None; accepted: the architecture's name")
+    return with_defaults(text)
+
+
+def dtype_of(text: Mapping[str, Any]) -> str:
+    """What the model computes in, "bf16" or "fp16".
+
+    Raises:
+        ValueError: another dtype.
+    """
+    name = "dtype" if text.get("dtype") else "torch_dtype"
+    # A checkpoint in float32 is served in 16 bits.
+    known = {"bfloat16": "bf16", "float16": "fp16", "float32": "bf16"}
+    dtype = text.get(name) or "bfloat16"
+    if dtype not in known:
+        raise ValueError(f"{name}: got {dtype!r}; accepted: {', '.join(known)}")
+    return known[dtype]
+
+
 def _full_attention(
     text: Mapping[str, Any], kv_cache_dtype: str, capability: tuple[int, int] | str
 ) -> AttentionConfig:
@@ -167,21 +192,24 @@ def _full_attention(
             raise ValueError(
                 f"v_head_dim: got {text['v_head_dim']}; accepted: head_dim, {head_size}"
             )
-    # No dtype is float32 to transformers.
-    dtype = text.get("dtype") or text.get("torch_dtype") or "float32"
     bidirectional = text.get("use_bidirectional_attention")
     if bidirectional not in _BIDIRECTIONAL:
         raise ValueError(
             f"use_bidirectional_attention: got {bidirectional!r}; accepted: null, false, true, "
             "'all', 'vision'"
         )
+    kv_heads = 1 if mla else _optional(text, "num_key_value_heads", heads) or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads: got {heads}; accepted: multiples of num_key_value_heads, "
+            f"{kv_heads}"
+        )
     return AttentionConfig(
         head_size=head_size,
         num_q_heads=heads,
-        num_kv_heads=1 if mla else _optional(text, "num_key_value_heads", heads) or heads,
+        num_kv_heads=kv_heads,
         kv_cache_dtype=kv_cache_dtype,
-        # A checkpoint in float32 is served in 16 bits.
-        query_dtype="bfloat16" if dtype == "float32" else dtype,
+        query_dtype=dtype_of(text),
         capability=capability,
         softcap=bool(text.get("attn_logit_softcapping")),
         sinks=text.get("model_type") in _MODELS_WITH_SINKS,

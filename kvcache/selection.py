@@ -235,7 +235,8 @@ def explain(config: AttentionConfig, why: str | None = None) -> str:
     verb = "write" if len(names) > 1 else "writes"
     lines.append(f"  {' and '.join(names) or 'nothing here'} {verb} it")
     if reason is None:
-        lines += [f"  {line}" for line in (_shares(config), *caveats(config))]
+        facts = (_shares(config), *_copies(config), *caveats(config))
+        lines += [f"  {line}" for line in facts]
     lines.append("  served" if reason is None else f"  not served: {reason}")
     return "\n".join(lines)
 
@@ -263,11 +264,28 @@ def _else(config: AttentionConfig, kernels: tuple[KernelContract, ...]) -> str:
     if config.batch_invariant or not splitting or "split_keys" in last.features:
         return ""
     copies = f" and copies of its keys fit {last.max_copy_bytes >> 20} MiB"
+    reads_copies = bool(last.max_copy_bytes and not last.copied_from_rows)
     rows = splitting[-1].max_packed_rows(config.head_size)
     return (
-        f", where the call has enough rows for the GPU{copies if last.max_copy_bytes else ''}; "
+        f", where the call has enough rows for the GPU{copies if reads_copies else ''}; "
         f"else {splitting[-1].name} serves all of it in passes of {rows} rows"
     )
+
+
+def _copies(config: AttentionConfig) -> list[str]:
+    """Which sequences are served from copies of their keys, by kernels that can do without."""
+    if config.batch_invariant:
+        return []
+    lines = []
+    for kernel in select_kernels(config):
+        rows = dict(kernel.copied_from_rows).get(config.head_size)
+        if rows is not None:
+            lines.append(
+                f"{kernel.name} reads fp16 copies of the keys (widened) of sequences of "
+                f"{-(-rows // config.group)} query tokens or more, where those of the call fit "
+                f"{kernel.max_copy_bytes >> 20} MiB"
+            )
+    return lines
 
 
 def describe(config: AttentionConfig) -> str:

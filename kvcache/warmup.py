@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cute_kernels.compile.plans import (
+    KERNELS,
     AttentionWorkload,
     CompileUnit,
     IndexerWorkload,
@@ -19,8 +20,9 @@ from cute_kernels.compile.plans import (
 )
 from kvcache.blocks import get_preferred_block_size_for_config
 from kvcache.config import AttentionConfig, capability_of
-from kvcache.dtypes import query_dtype_name
-from kvcache.models import LayerKind, layer_kinds
+from kvcache.models import LayerKind, dtype_of, layer_kinds, text_of
+
+_TARGETS = {capability_of(target): target for each in KERNELS.values() for target in each.targets}
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,13 @@ def plan_warmup(
 
     Args:
         model: the parsed `config.json`.
-        architectures: compile targets, like "sm_90a".
+        architectures: compile targets, like "sm_90a"; "sm_90" is the same device.
         kv_cache_dtype: as in `AttentionConfig`.
         tp_sizes: tensor-parallel sizes; fewer KV heads than devices are replicated.
         max_query_tokens: the most tokens of one sequence in a batch: the engine's token budget, or
             its longest sequence if that is shorter.
         page_sizes: tokens of a page, as the kernel is given it; what the kernels prefer if empty.
+            One that no kernel reads is unserved, the others are planned.
         query_dtype: what the model computes in, where that is not what its file says.
         text_only: no images are sent.
         batch_invariant: calls are made with deterministic=True.
@@ -79,7 +82,11 @@ def plan_warmup(
     """
     asked = _Asked({}, {})
     pages, sizes = tuple(page_sizes), tuple(tp_sizes)
-    for architecture in architectures:
+    for size in sizes:
+        _check_tp_size(size)
+    # A device's name without the "a" has one compile target; asked for twice it is planned once.
+    targets = [_TARGETS.get(capability_of(each), each) for each in architectures]
+    for architecture in dict.fromkeys(targets):
         kinds = layer_kinds(
             model,
             kv_cache_dtype,
@@ -89,6 +96,8 @@ def plan_warmup(
         )
         kinds = [_as_asked(kind, query_dtype) for kind in kinds]
         for size in sizes:
+            if any(kind.config is None and kind.has_kv_cache for kind in kinds):
+                _check_shares(model, size)
             for kind, workload, refusal in _workloads(kinds, size, pages, max_query_tokens):
                 units = [] if workload is None else units_for(workload, architecture)
                 what = f"{kind.name} ({len(kind.layers)} layers)"
@@ -99,6 +108,18 @@ def plan_warmup(
                 asked.note(what, architecture, size, units_for(indexer, architecture))
     units = tuple(PlannedUnit(unit, _sentences(who)) for unit, who in asked.units.items())
     return WarmupPlan(units, _sentences(asked.unserved))
+
+
+def _check_tp_size(size: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"tp_sizes: got {size!r}; accepted: ints >= 1")
+
+
+def _check_shares(model: Mapping[str, Any], size: int) -> None:
+    """Of layers that are not known here, so that `on_one_device` does not see them."""
+    heads = text_of(model).get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        raise ValueError(f"tp_sizes: {size} devices cannot share {heads} query heads")
 
 
 class _Asked(NamedTuple):
@@ -143,10 +164,14 @@ def _workloads(
                 yield kind, None, kind.note
             continue
         config = on_one_device(kind.config, tp_size)
-        refusals = [kind.why_unserved(replace(config, page_size=size)) for size in pages or (None,)]
-        refusal = "; ".join(dict.fromkeys(filter(None, refusals)))
+        reasons = {
+            size: kind.why_unserved(replace(config, page_size=size)) for size in pages or (None,)
+        }
+        fitting = tuple(size for size in pages if reasons[size] is None)
+        refusal = "; ".join(dict.fromkeys(filter(None, reasons.values())))
         if refusal:
             yield kind, None, refusal
+        if refusal and not fitting:
             continue
         workload = AttentionWorkload(
             head_size=config.head_size,
@@ -154,7 +179,7 @@ def _workloads(
             num_kv_heads=config.num_kv_heads,
             q_dtype=config.query_dtype,
             kv_cache_dtype=config.dtype.name,
-            page_sizes=pages or (get_preferred_block_size_for_config(1, config),),
+            page_sizes=fitting or (get_preferred_block_size_for_config(1, config),),
             max_query_tokens=max_query_tokens,
             deterministic=config.batch_invariant,
         )
@@ -163,8 +188,7 @@ def _workloads(
 
 def on_one_device(config: AttentionConfig, tp_size: int) -> AttentionConfig:
     """The configuration of one of `tp_size` devices that divide the heads among them."""
-    if tp_size < 1:
-        raise ValueError(f"tp_sizes: got {tp_size}; accepted: >= 1")
+    _check_tp_size(tp_size)
     q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
     if q_heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads):
         raise ValueError(
@@ -175,9 +199,8 @@ def on_one_device(config: AttentionConfig, tp_size: int) -> AttentionConfig:
 
 def _indexer(model: Mapping[str, Any]) -> IndexerWorkload | None:
     """The sparse-attention indexer of a model that has one; it is not divided among devices."""
-    text = {**model, **(model.get("text_config") or {})}
+    text = text_of(model)
     heads, size = text.get("index_n_heads"), text.get("index_head_dim")
     if heads is None or size is None:
         return None
-    dtype = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
-    return IndexerWorkload(heads, size, query_dtype_name(dtype))
+    return IndexerWorkload(heads, size, dtype_of(text))

@@ -28,7 +28,7 @@ from cute_kernels.registry import (
 )
 from tests.cases import AttentionCase, make_inputs
 
-DECODE_SM90, DECODE_16_BITS, PREFILL_SM90, PREFILL_16_BITS, PREFILL_WIDENED = contracts()
+DECODE_SM90, DECODE_16_BITS, PREFILL_SM90, PREFILL_16_BITS, PREFILL_NVFP4 = contracts()
 OPS = {
     "decode_sm90": decode_op,
     "decode_sm90_16_bits": decode_op,
@@ -226,7 +226,7 @@ def test_caches_are_read_by_the_kernels_of_their_format(monkeypatch):
 
 
 def test_the_kernel_that_reads_copies_of_nvfp4():
-    contract, variants = PREFILL_WIDENED, widen_config.support_table()
+    contract, variants = PREFILL_NVFP4, widen_config.support_table()
     sizes = {each.head_size for each in variants if each.kv_format == "nvfp4"}
     assert set(contract.head_sizes) == sizes <= set(DECODE_SM90.head_sizes)
     assert contract.kv_cache_formats == ("nvfp4",) and contract.q_dtypes == DECODE_SM90.q_dtypes
@@ -236,6 +236,20 @@ def test_the_kernel_that_reads_copies_of_nvfp4():
         assert rows == widen_config.min_rows("nvfp4", head_size)
         assert rows > DECODE_SM90.max_packed_rows(head_size)
     assert not {"batch_invariant", "split_keys"} & set(contract.features)
+
+
+def test_copies_of_fp8_keys_are_told_as_the_route_makes_them():
+    """And as the plans of `kvcache warmup` have the kernel that writes them."""
+    assert PREFILL_SM90.max_copy_bytes == PREFILL_NVFP4.max_copy_bytes == widen_config.MAX_BYTES
+    for head_size in PREFILL_SM90.head_sizes:
+        rows = dict(PREFILL_SM90.copied_from_rows).get(head_size)
+        assert rows == widen_config.min_rows("fp8_e4m3", head_size)
+    sizes = {each.head_size for each in widen_config.support_table() if "fp8" in each.kv_format}
+    assert {size for size, _ in PREFILL_SM90.copied_from_rows} == sizes
+    lines = [line for line in support_table_markdown().splitlines() if "fp16 copies" in line]
+    fp8, nvfp4 = (lines[0].split(" | ")[index] for index in (3, 5))
+    assert fp8.startswith("of at most 512 MiB, of sequences of as many rows: 8192 at head size 64")
+    assert nvfp4 == "of at most 512 MiB, always |"
 
 
 def test_support_table():
@@ -250,7 +264,7 @@ def test_support_table():
     assert table["KV cache"] == formats
     (*none, least) = table["fewest rows of its sequences"]
     assert not any(none)
-    assert all(f"{rows} at head size" in least for _, rows in PREFILL_WIDENED.least_rows)
+    assert all(f"{rows} at head size" in least for _, rows in PREFILL_NVFP4.least_rows)
     for cell in table["page size, tokens"]:
         assert cell.startswith("multiples of 16; 64 preferred")
     ends = [cell.rpartition(", ")[2] for cell in table["features"]]

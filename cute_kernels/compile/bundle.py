@@ -7,6 +7,7 @@ cute_kernels.compile.build`` write those on machines without a GPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,20 @@ from cute_kernels.compile.errors import warn_once
 from cute_kernels.compile.key import CompileKey, installed_toolchain
 from cute_kernels.compile.store import Store
 from cute_kernels.env import bundle_directories, cache_directory
+
+OTHER_SOURCES = (
+    "built from other sources of cute_kernels than those installed, so it is not used; build the "
+    "bundle anew with this version"
+)
+
+
+def check_name(directory: Path) -> None:
+    """Raises ValueError for a directory that CUTE_KERNELS_BUNDLE cannot name."""
+    if os.pathsep in str(directory):
+        raise ValueError(
+            f"{str(directory)!r} has a {os.pathsep!r}, which separates directories in "
+            "CUTE_KERNELS_BUNDLE"
+        )
 
 
 def layers() -> list[Path]:
@@ -29,18 +44,36 @@ def find(key: CompileKey) -> Callable[..., Any] | None:
 
     The user's cache serves this environment's compiler only: a new release of the DSL compiles
     anew. A bundle serves whichever compiler made it. A library that is there and cannot be trusted
-    or loaded is passed over, with one warning.
+    or loaded is passed over, with one warning; so is a bundle that cannot be read, and one warning
+    says that a bundle has the kernel from other sources only.
     """
+    for directory in bundle_directories():
+        problem = Store(directory).problem()
+        if problem is not None:
+            warn_once(("bundle", directory), f"CUTE_KERNELS_BUNDLE: {problem}")
     for path in _candidates(key):
         launch = load_or_warn(path, key)
         if launch is not None:
             return launch
+    for path in of_other_sources(key):
+        warn_once(("other sources", path.parent), f"{path}: {OTHER_SOURCES}")
     return None
 
 
 def has(key: CompileKey) -> bool:
     """Whether `find` would find it, short of the loader's refusal; nothing is loaded."""
-    return any(libraries.problem_with(path, key) is None for path in _candidates(key))
+    return locate(key) is not None
+
+
+def locate(key: CompileKey) -> Path | None:
+    """The library that `find` would load first, or None."""
+    candidates = _candidates(key)
+    return next((path for path in candidates if libraries.problem_with(path, key) is None), None)
+
+
+def of_other_sources(key: CompileKey) -> list[Path]:
+    """What bundles have of this kernel, built from other sources than these."""
+    return [path for each in bundle_directories() for path in Store(each).of_other_sources(key)]
 
 
 def _candidates(key: CompileKey) -> Iterator[Path]:
@@ -56,7 +89,7 @@ def load_or_warn(path: Path, key: CompileKey) -> Callable[..., Any] | None:
     if problem is None:
         try:
             return libraries.load(path)
-        except (RuntimeError, OSError, AttributeError) as error:
+        except (RuntimeError, OSError, AttributeError, ValueError) as error:
             problem = str(error)
     warn_once(path, f"{path}: not loaded: {problem}")
     return None

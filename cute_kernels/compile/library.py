@@ -1,8 +1,8 @@
 """One compiled kernel on disk: a shared library and its manifest, `<stem>.so` and `<stem>.json`.
 
 A library needs TVM-FFI and the CUDA runtime that torch has loaded, not the DSL. It is loaded only
-if its manifest's checksum is right, and only from a directory that nobody but its owner can write
-and whose owner is this user or root: loading it runs it. Nothing is ever unpickled.
+if its manifest's checksum is right, and only if it, its manifest and their directory belong to this
+user or root and nobody else can write them: loading it runs it. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cute_kernels.compile.key import CompileKey, Toolchain, tvm_ffi_version
 from cute_kernels.env import c_compiler
 
 _FUNCTION = "launch"
+_TEXTS = ("name", "target", "sources", "digest", "sha256", "dsl", "tvm_ffi")
 _STUB = Path(__file__).with_name("runtime_stub.c")
 
 
@@ -45,16 +46,33 @@ def read_manifest(library: Path) -> dict[str, Any]:
     Raises:
         OSError: it cannot be read. ValueError: it is none, or not its digest's.
     """
-    manifest = json.loads(library.with_suffix(".json").read_text(encoding="utf-8"))
     try:
+        manifest = json.loads(_content(library.with_suffix(".json")).decode("utf-8"))
         parameters = json.dumps(manifest["parameters"], sort_keys=True, separators=(",", ":"))
-        key = CompileKey(manifest["name"], parameters, manifest["target"], manifest["sources"])
-        Toolchain(manifest["dsl"], manifest["tvm_ffi"])
-        if manifest["digest"] != key.digest or not isinstance(manifest["sha256"], str):
-            raise ValueError("its digest is not that of its parameters")
+        texts = {name: manifest[name] for name in _TEXTS}
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{name}: got {text!r}, no string")
+    key = CompileKey(texts["name"], parameters, texts["target"], texts["sources"])
+    if texts["digest"] != key.digest:
+        raise ValueError("its digest is not that of its parameters")
     return manifest
+
+
+def _content(path: Path) -> bytes:
+    """What is in a file.
+
+    Raises:
+        OSError: it cannot be read, or is none: opening a pipe would wait for who writes to it.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no regular file")
+        return file.read()
 
 
 def export(compiled: Any, library: Path) -> None:
@@ -93,14 +111,20 @@ def distrusted(path: Path) -> str | None:
 
 
 def distrusted_library(library: Path) -> str | None:
-    """Why code in a library, or beside the file that a link leads to, must not run, or None.
+    """Why code in a library must not run, or None: it, its manifest, or what is beside the files
+    that links lead to.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: it or its manifest cannot be looked at.
     """
-    real = library.resolve(strict=True)
-    reasons = (distrusted(path) for path in (library.parent, real.parent, real))
-    return next((reason for reason in reasons if reason is not None), None)
+    for path in (library, library.with_suffix(".json")):
+        # Not Path.resolve, which raises a RuntimeError for a loop of links before Python 3.13.
+        real = Path(os.path.realpath(path, strict=True))
+        for part in (path.parent, real.parent, real):
+            reason = distrusted(part)
+            if reason is not None:
+                return reason
+    return None
 
 
 def problem_with(library: Path, key: CompileKey | None = None) -> str | None:
@@ -156,4 +180,4 @@ def _share_cuda_runtime() -> None:
 
 
 def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(_content(path)).hexdigest()

@@ -59,8 +59,8 @@ def _obtain(unit: CompileUnit) -> Callable[..., Any]:
     toolchain = installed_toolchain()
     if toolchain is None:
         raise CompilerUnavailableError(
-            f"{unit.name} is unavailable: it is in none of {_searched()} and nvidia-cutlass-dsl is "
-            "not installed"
+            f"{unit.name} is unavailable: it is in none of {_searched()} and "
+            f"nvidia-cutlass-dsl is not installed{_of_other_sources(unit)}"
         )
     store = writable_store()
     return _compile(unit) if store is None else _compile_once(unit, store, toolchain)
@@ -127,6 +127,7 @@ def _check_not_frozen(unit: CompileUnit) -> None:
     message = (
         f"unplanned compile of {unit.name} after freeze(): parameters {key.parameters}, key "
         f"{key.digest[:16]}, asked for at {_call_site()}; not found in {_searched()}"
+        f"{_of_other_sources(unit)}"
     )
     if STATE.frozen == "raise":
         raise UnplannedCompileError(message)
@@ -135,6 +136,12 @@ def _check_not_frozen(unit: CompileUnit) -> None:
 
 def _searched() -> str:
     return ", ".join(map(str, bundle.layers())) or "any cache or bundle (none is configured)"
+
+
+def _of_other_sources(unit: CompileUnit) -> str:
+    """An addition to a message, "" where no bundle has it from other sources."""
+    found = bundle.of_other_sources(unit.key)
+    return f"; {found[0]} is {bundle.OTHER_SOURCES}" if found else ""
 
 
 def _call_site() -> str:

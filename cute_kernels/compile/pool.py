@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from cute_kernels.compile.errors import CompilerUnavailableError
-from cute_kernels.compile.key import installed_toolchain
+from cute_kernels.compile.key import CompileKey, installed_toolchain
 from cute_kernels.compile.plans import CompileUnit
 from cute_kernels.compile.store import Store
 
@@ -52,22 +52,27 @@ def compile_into(
     directory: Path,
     workers: int,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    *,
+    shared: bool = False,
+    elsewhere: Callable[[CompileKey], Path | None] = lambda key: None,
 ) -> list[Outcome]:
     """Have every unit in ``directory``, compiling those that are not there; one outcome a unit.
 
-    Processes that do the same at the same time share the work: one compile a unit.
+    Processes that do the same at the same time share the work: one compile a unit. Without a
+    compiler whichever toolchain's libraries are there will do.
 
     Args:
         units: doubles count once.
         workers: compiling processes, >= 1.
         on_outcome: called with each outcome as it comes, one call at a time.
+        shared: other users are to read the directory.
+        elsewhere: says where a unit is that need not be in the directory, or None.
 
     Raises:
-        OSError: the directory cannot be made or written, or is not trusted.
+        OSError: the directory cannot be made or written, or is not trusted, and it must be.
         CompilerUnavailableError: something must be compiled, and the DSL is not installed.
     """
     store = Store(directory)
-    store.prepare()
     outcomes: list[Outcome] = []
     noting = threading.Lock()
 
@@ -77,19 +82,27 @@ def compile_into(
             on_outcome(outcome)
 
     toolchain = installed_toolchain()
-    missing: queue.SimpleQueue[tuple[CompileUnit, int]] = queue.SimpleQueue()
+    absent: list[CompileUnit] = []
     for unit in dict.fromkeys(units):
-        if toolchain is not None and store.has(unit.key, toolchain):
-            note(Outcome(unit, "present", store.path(unit.key, toolchain)))
+        path = store.loadable(unit.key, toolchain) or elsewhere(unit.key)
+        if path is None:
+            absent.append(unit)
         else:
-            missing.put((unit, 1))
-    if missing.empty():
-        return outcomes
-    if toolchain is None:
+            note(Outcome(unit, "present", path))
+    if absent and toolchain is None:
         raise CompilerUnavailableError(
-            f"{missing.qsize()} kernels must be compiled and nvidia-cutlass-dsl is not installed"
+            f"{len(absent)} kernels are not in {directory}, nor found elsewhere, and "
+            f"nvidia-cutlass-dsl is not installed: {', '.join(unit.name for unit in absent)}"
         )
-    crew = [_Worker(directory) for _ in range(min(workers, missing.qsize()))]
+    if not absent:
+        if shared:
+            store.share()
+        return outcomes
+    store.prepare(shared)
+    missing: queue.SimpleQueue[tuple[CompileUnit, int]] = queue.SimpleQueue()
+    for unit in absent:
+        missing.put((unit, 1))
+    crew = [_Worker(directory) for _ in range(min(workers, len(absent)))]
     with ThreadPoolExecutor(len(crew)) as threads:
         jobs = [threads.submit(worker.drain, missing, note) for worker in crew]
         try:

@@ -13,17 +13,18 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cute_kernels.compile import library as libraries
 from cute_kernels.compile.errors import warn_once
-from cute_kernels.compile.key import CompileKey, Toolchain
+from cute_kernels.compile.key import CompileKey, Toolchain, source_fingerprint
 
 LOGGER = logging.getLogger("cute_kernels.compile")
 # A compile takes seconds. A holder that was stopped, not killed, must not stop the others too.
@@ -51,6 +52,11 @@ class Entry:
     size: int
     modified: float
 
+    @property
+    def of_other_sources(self) -> bool:
+        """Whether it is whole, and no call of this version asks for it."""
+        return self.manifest is not None and self.manifest["sources"] != source_fingerprint()
+
 
 class Store:
     """The kernels in one directory; nothing is read or written before a method is called."""
@@ -58,15 +64,42 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def prepare(self) -> None:
+    def problem(self) -> str | None:
+        """Why nothing in it can be seen, or None."""
+        try:
+            self._names()
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{self.directory} is no directory"
+        except OSError as error:
+            return f"{self.directory} cannot be read: {error.strerror or error}"
+        return None
+
+    def _names(self) -> list[str]:
+        """What is in it, sorted. Path.glob raises or not, as Python's version is.
+
+        Raises:
+            OSError: it is not there, or this user may not see it.
+        """
+        names = sorted(os.listdir(self.directory))
+        os.stat(f"{self.directory}/.")  # to list is one right, to look at what is listed another
+        return names
+
+    def prepare(self, shared: bool = False) -> None:
         """Make the directory, for its owner alone to write, and see that it can be written.
+
+        shared: others are to read it, so they may also pass the parents that are made for it.
 
         Raises:
             OSError: it cannot be made or written. PermissionError: others could have put code here.
         """
-        if not self.directory.is_dir():
+        if not os.path.isdir(self.directory):
+            made = [each for each in self.directory.parents if not os.path.isdir(each)]
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o755, exist_ok=True)
+            for parent in made if shared else ():
+                Store(parent).share()
+        if shared:
+            self.share()
         reason = libraries.distrusted(self.directory)
         if reason is not None:
             raise PermissionError(reason)
@@ -75,21 +108,57 @@ class Store:
         if not (os.access(self.directory, os.W_OK) and os.access(locks, os.W_OK)):
             raise PermissionError(f"{self.directory} cannot be written")
 
+    def share(self) -> None:
+        """Let other users read it, whatever the umask was, where it is this user's.
+
+        Files in it are readable already.
+        """
+        status = self.directory.stat()
+        if status.st_uid == os.getuid() and status.st_mode & 0o055 != 0o055:
+            self.directory.chmod(stat.S_IMODE(status.st_mode) | 0o055)
+
     def path(self, key: CompileKey, toolchain: Toolchain) -> Path:
         return self.directory / f"{key.file_stem}-{toolchain.label}.so"
 
     def candidates(self, key: CompileKey, toolchain: Toolchain | None) -> list[Path]:
-        """Libraries that claim to be ``key``'s: by this toolchain, or by any if it is None."""
+        """Libraries that claim to be ``key``'s: by this toolchain, or by any if it is None.
+
+        There are none in a directory that cannot be read: `problem` says why.
+        """
         if toolchain is not None:
             path = self.path(key, toolchain)
             # Not Path.exists, which raises where a parent may not be searched.
             return [path] if os.path.exists(path) else []
-        return sorted(self.directory.glob(f"{key.file_stem}-*.so"))
+        return self._libraries_named(f"{key.file_stem}-")
+
+    def of_other_sources(self, key: CompileKey) -> list[Path]:
+        """Libraries of the same variant and target, built from other sources than ``key``'s."""
+        found = []
+        for path in self._libraries_named(f"{key.name}-{key.target}-"):
+            with suppress(OSError, ValueError):
+                if libraries.read_manifest(path)["sources"] != key.sources:
+                    found.append(path)
+        return found
+
+    def _libraries_named(self, prefix: str) -> list[Path]:
+        try:
+            names = self._names()
+        except OSError:
+            return []
+        return [
+            self.directory / name
+            for name in names
+            if name.startswith(prefix) and name.endswith(".so")
+        ]
+
+    def loadable(self, key: CompileKey, toolchain: Toolchain | None) -> Path | None:
+        """A whole library of the key by this toolchain, or by any if it is None; else None."""
+        candidates = self.candidates(key, toolchain)
+        return next((path for path in candidates if not libraries.problem_with(path, key)), None)
 
     def has(self, key: CompileKey, toolchain: Toolchain) -> bool:
         """Whether a whole, loadable library of this key and toolchain is here."""
-        path = self.path(key, toolchain)
-        return os.path.exists(path) and libraries.problem_with(path, key) is None
+        return self.loadable(key, toolchain) is not None
 
     @contextmanager
     def lock(self, key: CompileKey, toolchain: Toolchain) -> Iterator[bool]:
@@ -152,9 +221,14 @@ class Store:
         """Everything that is named like a kernel here, by name, each read and checked.
 
         Other libraries are not ours to look at, still less to remove.
+
+        Raises:
+            OSError: the directory is not there, or cannot be read.
         """
         found = []
-        for path in sorted(filter(_is_ours, self.directory.glob("*.so"))):
+        for path in (self.directory / name for name in self._names()):
+            if path.suffix != ".so" or not _is_ours(path):
+                continue
             problem = libraries.problem_with(path)
             try:
                 distrusted = libraries.distrusted_library(path) is not None
@@ -168,17 +242,23 @@ class Store:
         return found
 
     def leftovers(self) -> list[Path]:
-        """What crashes left: scratch directories that nobody uses any more, lone manifests."""
-        now = time.time()
+        """What crashes left: scratch directories that nobody uses any more, lone manifests.
+
+        Raises:
+            OSError: as `entries`.
+        """
+        now, paths = time.time(), [self.directory / name for name in self._names()]
         scratch = [
             path
-            for path in self.directory.glob(".building-*")
-            if now - path.lstat().st_mtime > _LEFTOVER_S
+            for path in paths
+            if path.name.startswith(".building-") and now - path.lstat().st_mtime > _LEFTOVER_S
         ]
         lone = [
             path
-            for path in self.directory.glob("*.json")
-            if _is_ours(path) and not path.with_suffix(".so").exists()
+            for path in paths
+            if path.suffix == ".json"
+            and _is_ours(path)
+            and not os.path.lexists(path.with_suffix(".so"))
         ]
         return sorted(scratch + lone)
 
@@ -188,9 +268,12 @@ class Store:
         Raises:
             OSError: it cannot be deleted.
         """
-        if path.is_dir() and not path.is_symlink():
+        if path.suffix not in (".json", ".so"):
             shutil.rmtree(path)
             return
         # The manifest first: without it a library is never loaded.
-        path.with_suffix(".json").unlink(missing_ok=True)
-        path.with_suffix(".so").unlink(missing_ok=True)
+        for part in (path.with_suffix(".json"), path.with_suffix(".so")):
+            if part.is_dir() and not part.is_symlink():
+                shutil.rmtree(part)
+            else:
+                part.unlink(missing_ok=True)

@@ -7,14 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cute_kernels.compile import bundle
+from cute_kernels.compile import bundle, obtain
 from cute_kernels.compile.key import installed_toolchain
 from cute_kernels.compile.store import Store
-from tests.compile_cache.helpers import ROOT, UNIT, UNITS, copy_store, environment
+from tests.compile_cache.helpers import ROOT, UNIT, UNITS, ask, copy_store, environment
 
 
 @pytest.fixture
@@ -60,6 +61,17 @@ def test_building_all_that_match_by_command(built, tmp_path):
     command[command.index("--match") + 1] = "no such"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "no variant has such a name" in done.stderr
+    command[command.index("--match") + 1] = "("
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "--match '(': " in done.stderr
+    command[command.index("--match") + 1] = f"{UNIT.config.name}$"
+    command[command.index("--out") + 1] = "/dev/null/none"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "/dev/null" in done.stderr
+    command[command.index("--out") + 1] = "a:b"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "'a:b' has a ':'" in done.stderr
+    command[command.index("--out") + 1] = str(folder)
     command[-1] = "sm_70"
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "'sm_70'; accepted: sm_100a, sm_103a" in done.stderr
@@ -113,6 +125,7 @@ def test_without_the_variable_nothing_is_looked_up(built):
 
 def test_the_first_directory_that_has_it_wins(copy, tmp_path, monkeypatch):
     empty = tmp_path / "empty"
+    empty.mkdir()
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", os.pathsep.join(["", str(empty), str(copy)]))
     assert bundle.find(UNIT.key) is not None
 
@@ -143,7 +156,11 @@ def test_a_library_without_a_manifest_is_refused(copy):
     refused("no readable manifest")
 
 
-@pytest.mark.parametrize("text", ('{"digest": ', "[]", "null", "{}", '{"parameters": {}}', "\xff"))
+@pytest.mark.parametrize(
+    "text",
+    ('{"digest": ', "[]", "null", "{}", '{"parameters": {}}', "\xff", "[" * 200_000),
+    ids=lambda text: text[:16],
+)
 def test_a_broken_manifest_is_refused(copy, text):
     library(copy).with_suffix(".json").write_text(text, encoding="latin-1")
     refused("no readable manifest")
@@ -152,6 +169,31 @@ def test_a_broken_manifest_is_refused(copy, text):
 def rewrite(copy: Path, **fields) -> None:
     path = library(copy).with_suffix(".json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("field", ("name", "target", "sources", "digest", "sha256", "tvm_ffi"))
+def test_a_manifest_with_a_number_for_a_string_is_refused(copy, field):
+    rewrite(copy, **{field: 5})
+    refused(f"no readable manifest .*{field}: got 5")
+
+
+@pytest.mark.parametrize("suffix", (".so", ".json"))
+@pytest.mark.parametrize("kind", ("loop", "pipe", "folder"))
+def test_what_is_no_file_is_refused_and_can_be_removed(copy, suffix, kind):
+    """Neither waited for nor raised from, by a call, by a listing or when it is removed."""
+    path = library(copy).with_suffix(suffix)
+    path.unlink()
+    if kind == "loop":
+        path.symlink_to(path)
+    elif kind == "pipe":
+        os.mkfifo(path, 0o644)
+    else:
+        path.mkdir(mode=0o755)
+    refused("no readable manifest or library")
+    (entry,) = Store(copy).entries()
+    assert "no readable manifest or library" in entry.problem and not entry.distrusted
+    Store(copy).remove(entry.path)
+    assert not list(copy.glob("*.so")) and not list(copy.glob("*.json"))
 
 
 def test_a_manifest_whose_parameters_were_changed_is_refused(copy):
@@ -179,8 +221,9 @@ def test_a_directory_that_others_can_write_is_refused(copy, mode):
     refused("others can write")
 
 
-def test_a_library_that_others_can_write_is_refused(copy):
-    library(copy).chmod(0o666)
+@pytest.mark.parametrize("suffix", (".so", ".json"))
+def test_a_file_that_others_can_write_is_refused(copy, suffix):
+    library(copy).with_suffix(suffix).chmod(0o666)
     refused("others can write")
 
 
@@ -208,3 +251,67 @@ def test_a_library_that_the_loader_refuses_is_passed_over(copy):
     rewrite(copy, sha256=bundle.libraries.sha256(library(copy)))
     with pytest.warns(RuntimeWarning, match="not loaded: "):
         assert bundle.find(UNIT.key) is None
+
+
+def other_sources(copy: Path) -> Path:
+    """The bundle as another version of this package made it."""
+    key = replace(UNIT.key, sources="0" * 64)
+    path = Store(copy).path(key, installed_toolchain())
+    for suffix in (".so", ".json"):
+        library(copy).with_suffix(suffix).rename(path.with_suffix(suffix))
+    manifest = json.loads(path.with_suffix(".json").read_text())
+    manifest.update(sources=key.sources, digest=key.digest)
+    path.with_suffix(".json").write_text(json.dumps(manifest))
+    return path
+
+
+def test_a_bundle_of_other_sources_is_said_to_be(copy, monkeypatch):
+    """Once a bundle, and in the errors of what it would have served."""
+    path = other_sources(copy)
+    with pytest.warns(RuntimeWarning, match=f"{path}: built from other sources") as caught:
+        assert bundle.find(UNIT.key) is None and bundle.find(UNIT.key) is None
+    assert len(caught) == 1
+    monkeypatch.setattr(obtain, "installed_toolchain", lambda: None)
+    message = f"not installed; {path} is built from other sources .*build the bundle anew"
+    with pytest.raises(obtain.CompilerUnavailableError, match=message):
+        obtain.launcher(UNIT)
+    monkeypatch.setattr(obtain.STATE, "frozen", "raise")
+    with pytest.raises(obtain.UnplannedCompileError, match=f"; {path} is built from other"):
+        obtain.launcher(UNIT)
+    # Nothing is said of kernels that it never had.
+    with pytest.raises(obtain.UnplannedCompileError) as error:
+        obtain.launcher(UNITS[1])
+    assert "other sources" not in str(error.value)
+
+
+def test_a_bundle_that_is_not_there_is_said_once(built, tmp_path, monkeypatch):
+    missing = tmp_path / "mistyped"
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", f"{missing}:{built}")
+    with pytest.warns(RuntimeWarning, match=f"CUTE_KERNELS_BUNDLE: {missing} is no dir") as caught:
+        assert bundle.find(UNIT.key) and bundle.find(UNIT.key)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("mode", (0, 0o400), ids=oct)
+@pytest.mark.parametrize("where", (".", ".."))
+def test_a_bundle_that_may_not_be_read_is_said_and_passed_over(built, tmp_path, mode, where):
+    """Its own directory or the one above it, which may be listed or not. With and without a
+    compiler, in the way that this release of Python has of looking into directories."""
+    folder = copy_store(built, tmp_path / "above" / "bundle")
+    closed = folder if where == "." else folder.parent
+    closed.chmod(mode)
+    code = f"""
+import warnings
+from cute_kernels.compile import bundle, obtain
+from tests.compile_cache.helpers import UNIT
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        assert bundle.find(UNIT.key) is None and not bundle.has(UNIT.key)
+(said,) = [str(each.message) for each in caught]
+assert said == "CUTE_KERNELS_BUNDLE: {folder} cannot be read: Permission denied", said
+"""
+    try:
+        ask(tmp_path / "cache", code=code, plain=True, CUTE_KERNELS_BUNDLE=str(folder))
+    finally:
+        closed.chmod(0o755)

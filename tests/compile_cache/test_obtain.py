@@ -54,6 +54,7 @@ def calls_itself(launch) -> bool:
 
 def test_the_order_is_memory_cache_bundles_compiler(built, fresh, tmp_path, monkeypatch, compiler):
     bundled = copy_store(built, tmp_path / "bundle")
+    (tmp_path / "none").mkdir()
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", f"{tmp_path / 'none'}:{bundled}")
     loads = []
     monkeypatch.setattr(
@@ -136,6 +137,20 @@ def test_a_user_without_a_home_degrades_to_memory(monkeypatch, compiler):
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.warns(RuntimeWarning, match="no home directory: .* in memory only"):
         assert obtain.launcher(UNIT)() == UNIT.name
+
+
+def test_home_directories_and_relative_ones(monkeypatch, tmp_path):
+    """Files of variables have a `~` that no shell replaces. XDG has relative paths ignored."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", "~/a:/b/~:~nobody-of-this-name/c")
+    expected = [tmp_path / "a", Path("/b/~"), Path("~nobody-of-this-name/c")]
+    assert bundle.bundle_directories() == expected
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", "~/kernels")
+    assert bundle.cache_directory() == tmp_path / "kernels"
+    monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR")
+    for relative in ("cache", "", "./x"):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        assert bundle.cache_directory() == tmp_path / ".cache" / "cute_kernels" / "kernels"
 
 
 def test_where_the_user_cache_is(monkeypatch):

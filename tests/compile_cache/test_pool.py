@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from pathlib import Path
+
 import pytest
 
 from cute_kernels.compile import pool
+from cute_kernels.compile.errors import CompilerUnavailableError
 from cute_kernels.compile.pool import compile_into
 from tests.compile_cache.helpers import UNIT, UNITS, copy_store, libraries, slow_compiler
 
@@ -59,3 +64,37 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match="others can write"):
         compile_into([UNIT], tmp_path, 1)
+
+
+def test_without_a_compiler_what_is_there_will_do(built, tmp_path, monkeypatch):
+    """Whichever made it, also where nothing can be written; what is missing is named."""
+    store = copy_store(built, tmp_path / "store")
+    monkeypatch.setattr(pool, "installed_toolchain", lambda: None)
+    monkeypatch.setattr(pool.Store, "prepare", None)
+    assert results(compile_into([UNIT], store, 2)) == {UNIT.config.name: "present"}
+    with pytest.raises(CompilerUnavailableError, match=f"{store}.*: {UNITS[1].name}$"):
+        compile_into(UNITS, store, 2)
+
+
+def test_what_is_elsewhere_is_not_compiled(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool.subprocess, "Popen", None)
+    store, found = tmp_path / "store", Path("/elsewhere/kernel.so")
+    (outcome,) = compile_into([UNIT], store, 1, elsewhere=lambda key: found)
+    assert (outcome.result, outcome.path) == ("present", found) and not store.exists()
+
+
+def test_a_shared_directory_is_readable_whatever_the_umask(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool._Worker, "drain", lambda *arguments: None)
+    before = os.umask(0o077)
+    try:
+        for name, shared, mode in (("own", False, 0o700), ("a/b/shared", True, 0o755)):
+            compile_into([UNIT], tmp_path / name, 1, shared=shared)
+            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o755
+    # One that has everything already is opened, too.
+    store = copy_store(built, tmp_path / "store")
+    store.chmod(0o700)
+    compile_into([UNIT], store, 1, shared=True)
+    assert stat.S_IMODE(store.stat().st_mode) == 0o755

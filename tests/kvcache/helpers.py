@@ -14,7 +14,7 @@ from kvcache import contracts
 from kvcache.config import AttentionConfig
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
-DECODE_SM90, DECODE_16_BITS, PREFILL_SM90, PREFILL_16_BITS, PREFILL_WIDENED = registry.contracts()
+DECODE_SM90, DECODE_16_BITS, PREFILL_SM90, PREFILL_16_BITS, PREFILL_NVFP4 = registry.contracts()
 
 
 def config(**fields) -> AttentionConfig:

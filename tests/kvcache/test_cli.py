@@ -13,6 +13,7 @@ from rich.console import Console
 
 from kvcache import cli, models
 from kvcache.cli import main
+from kvcache.cli_common import print_whole
 from tests.kvcache.helpers import CONFIGS
 
 KERNELS = ("decode_sm90", "prefill_sm90")
@@ -59,9 +60,9 @@ def test_a_model_is_served_from_nvfp4():
     assert done.exit_code == 0, done.output
     assert rows(done.output) == {
         "sliding_attention": [
-            *("25", "512", "8/4", "256", "decode_sm90", "prefill_sm90_widened", "64", "1152")
+            *("25", "512", "8/4", "256", "decode_sm90", "prefill_sm90_nvfp4", "64", "1152")
         ],
-        "full_attention": ["5", "8/4", "512", *["decode_sm90"] * 2, "64", "2304"],
+        "full_attention": ["5", "8/4", "512", "decode_sm90", "prefill_sm90_nvfp4", "64", "2304"],
     }
 
 
@@ -121,7 +122,7 @@ def test_the_table_is_whole_on_a_narrow_terminal(width):
     path = CONFIGS / "gemma-4-defaults.json"
     kinds = models.layer_kinds(json.loads(path.read_text(encoding="utf-8")), "fp8", "sm_90a")
     screen = Console(width=width, file=io.StringIO(), force_terminal=True, soft_wrap=True)
-    cli._print_whole(screen, cli._table(kinds, [None] * len(kinds)))
+    print_whole(screen, cli._table(kinds, [None] * len(kinds)))
     text = screen.file.getvalue()
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
     for cell in ("sliding_attention", "full_attention", "bytes/token", *KERNELS, "4096"):
@@ -148,7 +149,11 @@ def test_options():
         "the call has enough rows for the GPU; else decode_sm90 serves all of it in passes of 64 "
         "rows"
     )
-    assert f"\n  {writers} write it\n  {shares}\n  served\n" in verbose
+    copies = (
+        "prefill_sm90 reads fp16 copies of the keys (widened) of sequences of 512 query tokens or "
+        "more, where those of the call fit 512 MiB"
+    )
+    assert f"\n  {writers} write it\n  {shares}\n  {copies}\n  served\n" in verbose
     assert "  served" not in explain("llama-3.1-8b", "--kv-cache-dtype", "fp8").output
 
 
@@ -157,9 +162,10 @@ def test_batch_invariance_is_asked_for_as_in_warmup():
     nvfp4 = ("gemma-4-defaults", "--kv-cache-dtype", "nvfp4", "--batch-invariant")
     assert rows(explain(*nvfp4).output)["sliding_attention"][4:6] == ["decode_sm90"] * 2
     verbose = explain(*nvfp4, "--verbose").output
-    assert "  prefill_sm90_widened cannot read it: bits independent of the batch, which" in verbose
+    assert "  prefill_sm90_nvfp4 cannot read it: bits independent of the batch, which" in verbose
     options = ("--kv-cache-dtype", "fp8", "--verbose", "--batch-invariant")
-    assert "query tokens, prefill_sm90 those of more\n" in explain("llama-3.1-8b", *options).output
+    fixed = explain("llama-3.1-8b", *options).output
+    assert "query tokens, prefill_sm90 those of more\n" in fixed and "fp16 copies" not in fixed
     commands = (main.commands[name] for name in ("explain", "warmup"))
     helps = [
         {option.help for option in each.params if option.name == "batch_invariant"}

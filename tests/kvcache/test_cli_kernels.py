@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cute_kernels.compile import store
+from cute_kernels.compile.key import Toolchain, installed_toolchain
 from kvcache.cli import main
 from kvcache.warmup import plan_warmup
 from tests.kvcache.helpers import CONFIGS
@@ -83,6 +86,20 @@ def test_a_second_warmup_compiles_nothing(bundle):
     ]
 
 
+def test_a_bundle_is_used_and_not_compiled_again(bundle, user_cache, monkeypatch):
+    """As calls use it. With --out everything is to be in there."""
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(bundle))
+    code, report = loaded("warmup", *ONE, *ONE_TOKEN)
+    assert code == 0 and (report["compiled"], report["present"]) == (0, planned())
+    assert {Path(unit["path"]).parent for unit in report["units"]} == {bundle}
+    assert not user_cache.exists()
+    monkeypatch.setattr("cute_kernels.compile.pool.installed_toolchain", lambda: None)
+    assert loaded("warmup", *ONE, *ONE_TOKEN, "--out", bundle)[0] == 0
+    done = run("warmup", *ONE, *ONE_TOKEN, "--out", user_cache)
+    assert done.exit_code == 1 and f"{planned()} kernels are not in {user_cache}" in done.output
+    assert "decode_sm90_fp8_e4m3_d64_r8_bf16_box64 for sm_90a" in done.output
+
+
 def test_a_dry_run_writes_nothing(user_cache):
     code, report = loaded("warmup", *ONE, "--tp", "1,8", "--dry-run")
     assert code == 0 and report["directory"] == str(user_cache) and not user_cache.exists()
@@ -135,11 +152,31 @@ def test_what_is_not_served_fails_by_name():
         (("--arch", ","), "capability: got ','"),
         (("--arch", "hopper"), "capability: got 'hopper'"),
         (("--kv-cache-dtype", "fp9"), "got 'fp9'"),
+        (("--out", "a:b"), "'a:b' has a ':', which separates directories in CUTE_KERNELS_BUNDLE"),
     ),
 )
 def test_wrong_options(options, message):
     done = run("warmup", *ONE, *options, "--dry-run")
     assert done.exit_code != 0 and message in done.output and "Traceback" not in done.output
+
+
+def test_json_of_a_command_that_fails(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    done = run("warmup", "--model", tmp_path, "--json")
+    assert done.exit_code == 1
+    assert "holds an object, this is a list" in json.loads(done.stdout)["error"]
+    assert "Error: " in done.stderr
+
+
+def test_a_path_that_is_no_text_is_printed_as_it_is(copy):
+    folder = os.fsencode(copy.parent) + b"/by\xffte"
+    os.rename(copy, folder)
+    victim = sorted(path for path in os.listdir(folder) if path.endswith(b".json"))[0]
+    os.unlink(os.path.join(folder, victim))
+    for command in ("verify", "prune"):
+        arguments = [sys.executable, "-m", "kvcache", "cache", command, folder]
+        done = subprocess.run(arguments, cwd=ROOT, capture_output=True, timeout=300)
+        assert folder in done.stdout and b"Traceback" not in done.stderr
 
 
 def test_ls_and_verify(bundle, monkeypatch):
@@ -149,7 +186,10 @@ def test_ls_and_verify(bundle, monkeypatch):
     assert row["loadable"] and row["state"] == "" and row["bytes"] > 50_000 and row["dsl"]
     done = run("cache", "ls", bundle)
     assert row["name"] in done.output and f"{len(rows)} kernels, " in done.output
-    assert loaded("cache", "verify", bundle) == (0, {"checked": len(rows), "bad": []})
+    assert loaded("cache", "verify", bundle) == (
+        0,
+        {"checked": len(rows), "bad": [], "stale": [], "problems": []},
+    )
     # Without folders: what calls look into.
     assert loaded("cache", "ls") == (0, [])
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(bundle))
@@ -175,14 +215,59 @@ def test_verify_and_prune_find_what_is_broken(copy):
     assert loaded("cache", "verify", copy)[0] == 0
 
 
-def test_prune_removes_what_no_call_asks_for(copy, monkeypatch):
+def test_prune_removes_what_no_call_asks_for(copy, user_cache, monkeypatch):
+    """From the user's cache. A bundle may serve hosts with another compiler or version."""
+    newer = Toolchain("9.9.9", installed_toolchain().tvm_ffi)
+    monkeypatch.setattr("kvcache.cli_cache.installed_toolchain", lambda: newer)
     assert loaded("cache", "prune", copy) == (0, [])
-    monkeypatch.setattr("kvcache.cli_kernels.source_fingerprint", lambda: "newer")
-    _, removed = loaded("cache", "prune", copy)
-    assert removed and {row["why"] for row in removed} == {
-        "built from other sources of cute_kernels"
-    }
-    assert list(copy.glob("*.so")) == list(copy.glob("*.json")) == []
+    monkeypatch.setattr(store, "source_fingerprint", lambda: "newer")
+    assert loaded("cache", "prune", copy) == (0, [])
+    copy.rename(user_cache)
+    assert loaded("cache", "prune", "--dry-run") == loaded("cache", "prune", user_cache)
+    assert list(user_cache.glob("*.so")) == list(user_cache.glob("*.json")) == []
+
+
+def test_verify_tells_a_bundle_of_other_sources(copy, user_cache, monkeypatch):
+    monkeypatch.setattr(store, "source_fingerprint", lambda: "newer")
+    code, report = loaded("cache", "verify", copy)
+    assert code == 1 and report["bad"] == [] and len(report["stale"]) == planned()
+    assert report["problems"] == [
+        f"{copy} has kernels of other sources only: build it anew with this version"
+    ]
+    done = run("cache", "verify", copy)
+    assert f"{planned()} checked, 0 bad, {planned()} of other sources" in done.output
+    # In the user's cache they are its past.
+    copy.rename(user_cache)
+    assert loaded("cache", "verify")[0] == 0
+
+
+def test_a_directory_without_kernels_is_no_bundle(tmp_path, monkeypatch):
+    (tmp_path / "decode_x-sm_90a-0123456789abcdef-dsl4_ffi0.json").write_text("{}")
+    code, report = loaded("cache", "verify", tmp_path)
+    assert code == 1 and report["problems"] == [f"{tmp_path} has no kernels"]
+    assert loaded("cache", "verify")[0] == 0, "an empty user's cache is none to complain of"
+    missing = tmp_path / "mistyped"
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(missing))
+    code, report = loaded("cache", "verify")
+    assert code == 1 and report["problems"] == [f"{missing} is no directory"]
+    done = run("cache", "ls")
+    assert done.exit_code == 1 and f"{missing} is no directory" in done.output
+
+
+def test_names_are_whole_in_a_pipe(copy):
+    done = run("cache", "ls", copy)
+    assert all(path.name.split("-sm_")[0] in done.output for path in copy.glob("*.so"))
+
+
+def test_commands_name_a_directory_that_cannot_be_read(copy, monkeypatch):
+    def closed(self):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(store.Store, "_names", closed)
+    for command in ("ls", "verify", "prune"):
+        done = run("cache", command, copy)
+        assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+        assert f"{copy} cannot be read: Permission denied" in done.output
 
 
 def test_prune_all_and_the_default_folder(copy, user_cache, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+WHEELHOUSE = ROOT / "deploy" / "wheelhouse.sh"
 # A host that only loads kernels has the first of its own and needs none of the others.
 NOT_SERVING = {"torch", "nvidia-cutlass-dsl[cu13]", "cuda-python"}
 
@@ -86,3 +88,48 @@ def test_the_wheelhouse_script_parses():
     script = ROOT / "deploy" / "wheelhouse.sh"
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
     assert script.stat().st_mode & 0o111
+
+
+def test_recipes_replace_a_build_of_the_same_version():
+    """The version stays what it is between releases; pip would keep what is installed."""
+    for text in (DOCKERFILE, WHEELHOUSE.read_text(encoding="utf-8")):
+        (line,) = [
+            line for line in text.splitlines() if "install" in line and "cute-kernels" in line
+        ]
+        assert "--no-deps" in line and "--force-reinstall" in line
+
+
+def test_wheels_are_built_from_sources_alone(tmp_path):
+    """Not from an old build/ of the checkout. A script in pip's place says what it is given."""
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    for name in ("cute_kernels", "kvcache", "deploy"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    (tree / "build" / "lib" / "cute_kernels").mkdir(parents=True)
+    (tree / "build" / "lib" / "cute_kernels" / "old.py").write_text("")
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\nlast=$(eval echo \\${$#})\n"
+        f'test "$3" != wheel || (cd "$last" && find . -type f) > {tmp_path}/given\n'
+    )
+    python.chmod(0o755)
+    command = [str(tree / "deploy" / "wheelhouse.sh"), str(out), str(python)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    given = set((tmp_path / "given").read_text().splitlines())
+    packages = [tree / "cute_kernels", tree / "kvcache"]
+    files = [path for package in packages for path in package.rglob("*") if path.is_file()]
+    sources = {f"./{path.relative_to(tree)}" for path in files}
+    assert given == sources | {"./pyproject.toml", "./README.md", "./LICENSE"}
+    assert "./cute_kernels/compile/runtime_stub.c" in given
+
+
+def test_the_image_is_built_from_what_git_keeps():
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n")
+    assert {"build", ".venv", ".git", "dist"} <= set(ignored)
+    kept = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    for name in kept:
+        bare = name.strip("/")
+        assert name == "*.py[cod]" or bare in ignored or f"**/{bare}" in ignored, name

@@ -5,15 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from cute_kernels.compile import store
 from kvcache import doctor
 from kvcache.cli import main
+from tests.compile_cache.helpers import ask
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -101,12 +105,34 @@ def test_a_dsl_inside_the_range(monkeypatch, version):
     assert findings(doctor._packages)["nvidia-cutlass-dsl"].status == expected
 
 
-def test_a_torch_for_cuda_12(site):
-    assert list(doctor._cuda_runtime()) == []
+def test_a_torch_for_cuda_12(site, monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.13.0")
+    assert list(doctor._torch_build()) == []
     install(site, "nvidia-cuda-runtime-cu12", "12.8.90", {"a": "x"})
-    assert "torch is a build for CUDA 12" in only(doctor._cuda_runtime).found
+    assert "torch is a build for CUDA 12;" in only(doctor._torch_build).found
     install(site, "nvidia-cuda-runtime", "13.0.96", {"b": "x"})
-    assert list(doctor._cuda_runtime()) == []
+    assert list(doctor._torch_build()) == []
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "problem"),
+    (
+        ("+cu130", 13000, None),
+        ("+cu132", None, None),
+        ("", 13000, None),
+        ("+cpu", None, None),
+        ("+cpu", 13000, "a build without CUDA, and this machine has a driver"),
+        ("+cu126", 13000, "a build for CUDA 12.6"),
+        ("+cu118", None, "a build for CUDA 11.8"),
+        ("+rocm6.4", 13000, "a build for rocm6.4"),
+    ),
+)
+def test_builds_of_torch(site, monkeypatch, build, driver, problem):
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: f"2.13.0{build}")
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: driver)
+    found = list(doctor._torch_build())
+    assert [finding.status for finding in found] == ["broken"] * (problem is not None)
+    assert problem is None or f"torch is {problem}; " in found[0].found
 
 
 def test_missing_packages(monkeypatch):
@@ -118,7 +144,7 @@ def test_missing_packages(monkeypatch):
     assert found["torch"].status == found["apache-tvm-ffi"].status == "broken"
     assert found["nvidia-cutlass-dsl"].status == "warning"
     assert "kernels come from bundles only" in found["nvidia-cutlass-dsl"].found
-    assert list(doctor._dsl_import()) == []
+    assert list(doctor._dsl_import()) == list(doctor._torch_build()) == []
 
 
 def test_whole_files_of_one_release(site):
@@ -235,6 +261,56 @@ def test_directories(user_cache, tmp_path, monkeypatch):
     (tmp_path / "none").mkdir(mode=0o755)
     finding = findings(doctor._directories)["bundle"]
     assert finding.status == "warning" and "0 kernels" in finding.found
+
+
+KERNEL = "x-sm_90a-0123456789abcdef-dsl4_ffi0"
+
+
+def bundle_finding(monkeypatch, folder: Path, sources: tuple[str, ...] = ()) -> doctor.Finding:
+    """Of a bundle with whole kernels that were built from these sources."""
+    entries = [
+        store.Entry(folder / KERNEL, {"sources": each}, None, False, 1, 0.0) for each in sources
+    ]
+    monkeypatch.setattr(store.Store, "entries", lambda self: entries)
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(folder))
+    return findings(doctor._directories)["bundle"]
+
+
+def test_bundles_of_other_sources(tmp_path, monkeypatch):
+    ours = store.source_fingerprint()
+    assert bundle_finding(monkeypatch, tmp_path, (ours, ours)).status == "ok"
+    finding = bundle_finding(monkeypatch, tmp_path, (ours, "older"))
+    assert finding.status == "warning" and "1 of 2 kernels are built from other" in finding.found
+    finding = bundle_finding(monkeypatch, tmp_path, ("older", "older"))
+    assert finding.status == "broken" and "2 of 2 kernels are built from other" in finding.found
+    assert "build the bundle anew" in finding.mend
+
+
+def test_a_bundle_on_a_noexec_mount(tmp_path, monkeypatch):
+    real = os.statvfs(tmp_path)
+    flags = SimpleNamespace(f_flag=real.f_flag | os.ST_NOEXEC)
+    monkeypatch.setattr(os, "statvfs", lambda path: flags)
+    finding = bundle_finding(monkeypatch, tmp_path, (store.source_fingerprint(),))
+    assert finding.status == "broken" and "noexec" in finding.found
+
+
+@pytest.mark.parametrize("where", ("bundle", "."))
+def test_a_bundle_that_this_user_may_not_look_into(tmp_path, where):
+    """A folder of mode 700 whose owner is another, or one below it; in a process of its own."""
+    closed = tmp_path / where
+    (tmp_path / "bundle").mkdir()
+    code = """
+from kvcache import doctor
+finding = list(doctor._directories())[-1]
+assert finding.check == "bundle" and finding.status == "broken", finding
+assert finding.found.endswith("bundle cannot be read: Permission denied"), finding
+assert "chmod a+rx" in finding.mend
+"""
+    closed.chmod(0)
+    try:
+        ask(ROOT / "none", code=code, plain=True, CUTE_KERNELS_BUNDLE=str(tmp_path / "bundle"))
+    finally:
+        closed.chmod(0o755)
 
 
 @pytest.mark.parametrize("where", ("/proc/none", "/dev/null/none", "file", "file/none"))

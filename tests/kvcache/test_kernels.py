@@ -33,7 +33,7 @@ def test_a_sequence_is_given_to_the_kernel_that_the_launch_takes(
         batch_invariant=batch_invariant,
     )
     storage = asked.dtype.storage
-    prefill = {"fp8_e4m3": "prefill_sm90", "nvfp4": "prefill_sm90_widened"}
+    prefill = {"fp8_e4m3": "prefill_sm90", "nvfp4": "prefill_sm90_nvfp4"}
     # Copies of so many keys of more sequences would be too large.
     batch, keys = (16, 256) if storage == "nvfp4" else (1000, 8192)
     for tokens in (*range(1, 70), 129, 8192):

@@ -197,10 +197,10 @@ def test_query_dtypes():
         ({"num_hidden_layers": None}, "num_hidden_layers: got None"),
         ({"num_attention_heads": "32"}, "num_attention_heads: got '32'"),
         ({"hidden_size": None}, "hidden_size: got None"),
-        ({"num_key_value_heads": 5}, "num_q_heads: got 32; accepted: multiples of .* 5"),
+        ({"num_key_value_heads": 5}, "num_attention_heads: got 32; .* num_key_value_heads, 5"),
         ({"layer_types": ["full_attention"]}, "layer_types: 1 entries for 32 layers"),
         ({"layer_types": ["sliding_attention"] * 32}, "sliding_window: got None"),
-        ({"torch_dtype": "float64"}, "query_dtype: got 'float64'"),
+        ({"torch_dtype": "float64"}, "torch_dtype: got 'float64'; accepted: bfloat16"),
     ),
 )
 def test_refusals(fields, message):

@@ -17,6 +17,7 @@ from tests.kvcache.helpers import (
     DECODE_16_BITS,
     DECODE_SM90,
     PREFILL_16_BITS,
+    PREFILL_NVFP4,
     PREFILL_SM90,
     config,
     contract,
@@ -61,7 +62,7 @@ NVFP4_NAMES = ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
 def test_nvfp4_on_hopper_is_stored_and_read(name):
     asked = config(kv_cache_dtype=name)
     assert selection.can_run(asked) is None
-    assert selection.select_kernels(asked) == (DECODE_SM90,)
+    assert selection.select_kernels(asked) == (DECODE_SM90, PREFILL_NVFP4)
     assert selection.decode_caveat(asked) is None
     swizzled = selection.can_run(config(kv_cache_dtype=name, v_scale_layout="sm100"))
     assert "the reader is missing" in swizzled and "store is missing" not in swizzled
@@ -139,8 +140,8 @@ def test_there_is_no_nearest_dtype_where_none_works():
     swizzled = {"kv_cache_dtype": "nvfp4", "v_scale_layout": "sm100"}
     reason = selection.can_run(config(**swizzled, head_size=96))
     kernels = "decode_sm90, decode_sm90_16_bits, prefill_sm90, prefill_sm90_16_bits"
-    assert f"{kernels}: head size 96, the kernel has 64, 128, 256 or 512; " in reason
-    assert "prefill_sm90_widened: head size 96, the kernel has 64, 128 or 256" in reason
+    sizes = "head size 96, the kernel has 64, 128, 256 or 512"
+    assert f"{kernels}, prefill_sm90_nvfp4: {sizes}; " in reason
     # What stands in the way of some of them only, is not.
     assert "head size" not in selection.can_run(config(**swizzled, head_size=512))
     assert selection.nearest_kv_cache_dtype(config(head_size=96)) is None
@@ -361,7 +362,7 @@ def test_explain_says_which_kernel_and_why_not(monkeypatch):
 def test_explain_says_when_long_sequences_are_left_to_decode():
     asked = config(kv_cache_dtype="nvfp4", head_size=128, num_q_heads=16)
     assert (
-        "  decode_sm90 serves sequences of up to 255 query tokens, prefill_sm90_widened those of "
+        "  decode_sm90 serves sequences of up to 255 query tokens, prefill_sm90_nvfp4 those of "
         "more, where the call has enough rows for the GPU and copies of its keys fit 512 MiB; else "
         "decode_sm90 serves all of it in passes of 64 rows"
     ) in selection.explain(asked).splitlines()

@@ -228,8 +228,35 @@ def test_an_indexer_that_no_kernel_is_for_is_named():
 
 @pytest.mark.parametrize(
     ("tp_size", "message"),
-    ((0, "tp_sizes: got 0"), (3, "3 devices cannot share 64 query and 8 KV heads")),
+    (
+        (0, "tp_sizes: got 0"),
+        (-1, "tp_sizes: got -1"),
+        (1.0, "tp_sizes: got 1.0"),
+        (3, "3 devices cannot share 64 query and 8 KV heads"),
+    ),
 )
 def test_sizes_that_cannot_be(tp_size, message):
     with pytest.raises(ValueError, match=message):
         plan("llama-3-70b", tp_sizes=[tp_size])
+
+
+@pytest.mark.parametrize("tp_size", (0, -1, 3, 1000))
+def test_sizes_that_cannot_be_with_layers_that_are_not_known(tp_size):
+    with pytest.raises(ValueError, match="tp_sizes: .*64 query heads|tp_sizes: got"):
+        plan("deepseek-v4-defaults", tp_sizes=[tp_size])
+
+
+def test_a_page_that_no_kernel_reads_is_named_and_the_others_are_planned():
+    found = plan("llama-3-70b", page_sizes=(16, 17))
+    assert found.units == plan("llama-3-70b", page_sizes=(16,)).units != ()
+    (line,) = found.unserved
+    assert "page size 17" in line and "page size 16" not in line
+    none = plan("llama-3-70b", page_sizes=(17, 18))
+    (line,) = none.unserved
+    assert not none.units and "page size 17" in line and "page size 18" in line
+
+
+def test_a_device_has_one_compile_target():
+    """As for `explain`, which says what the device is served with."""
+    assert plan("llama-3-70b", architectures=["sm_90"]) == plan("llama-3-70b")
+    assert plan("llama-3-70b", architectures=["sm_90", "sm_90a"]) == plan("llama-3-70b")

@@ -87,7 +87,7 @@ def test_store_and_attention_in_every_layout_of_memory(layout, heads):
 def test_every_dtype_reaches_the_store(name):
     config = vllm_config(name)
     made = layer(config, scales=SCALES)
-    assert made.impl.kernel == "decode_sm90 and prefill_sm90_widened"
+    assert made.impl.kernel == "decode_sm90 and prefill_sm90_nvfp4"
     check(made, config)
 
 
