@@ -80,7 +80,7 @@ def _load(model: str, model_dir: Path | None, device: torch.device, rotate: bool
     click.echo(f"loading {gguf.name} for {_device_name(device)} ...")
     tokenizer, loaded = load(gguf, device, KERNEL)
     ids = texts.encode(tokenizer, texts.CALIBRATION_TEXT).to(device)
-    scales = calibrate_scales(loaded, ids, rotate)
+    scales = calibrate_scales(loaded, ids, rotate_keys=rotate)
     return Session(tokenizer, loaded, scales, rotate)
 
 

@@ -14,7 +14,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from cute_kernels.registry import KernelContract, PageSizes
-from kvcache.checks import check_all, check_type
+from kvcache.checks import check_all, check_positive, check_type
 from kvcache.config import AttentionConfig
 from kvcache.selection import select_kernel
 
@@ -29,7 +29,7 @@ class MultipleOf:
     base: int
 
     def __post_init__(self) -> None:
-        _check_positive("MultipleOf", self.base)
+        check_positive("MultipleOf", self.base)
 
     def __contains__(self, size: int) -> bool:
         return size > 0 and size % self.base == 0
@@ -58,7 +58,7 @@ def get_preferred_block_size_for_config(default: int, config: AttentionConfig) -
     Raises:
         ValueError: default < 1. NotImplementedError: no kernel serves the configuration.
     """
-    _check_positive("default", default)
+    check_positive("default", default)
     contract = _contract(config)
     if default in contract.advertised_page_sizes:
         return default
@@ -78,9 +78,9 @@ def largest_kernel_block_within(
     Raises:
         ValueError: an argument < 1. NotImplementedError: no kernel serves the configuration.
     """
-    _check_positive("per_token_bytes", per_token_bytes)
-    _check_positive("page_budget", page_budget)
-    _check_positive("fallback", fallback)
+    check_positive("per_token_bytes", per_token_bytes)
+    check_positive("page_budget", page_budget)
+    check_positive("fallback", fallback)
     most = page_budget // per_token_bytes
     return max(_sizes_up_to(_contract(config).advertised_page_sizes, most), default=fallback)
 
@@ -115,7 +115,7 @@ def select_common_block_size(
     if manager_block is None:
         preferred = max(contract.preferred_page_size for contract in contracts)
         return preferred if all(preferred in pages for pages in offered) else _smallest(offered)
-    _check_positive("manager_block", manager_block)
+    check_positive("manager_block", manager_block)
     dividing = [size for size in _common_sizes(offered, manager_block) if not manager_block % size]
     if not dividing:
         raise ValueError(
@@ -171,8 +171,8 @@ def check_split(manager_block: int, kernel_block: int) -> int:
     Raises:
         ValueError: sizes that are not positive or do not divide.
     """
-    _check_positive("manager_block", manager_block)
-    _check_positive("kernel_block", kernel_block)
+    check_positive("manager_block", manager_block)
+    check_positive("kernel_block", kernel_block)
     ratio, rest = divmod(manager_block, kernel_block)
     if rest or not ratio:
         raise ValueError(
@@ -203,8 +203,3 @@ def _common_sizes(offered: Sequence[PageSizes], most: int) -> list[int]:
 def _smallest(offered: Sequence[PageSizes]) -> int:
     # The least common multiple is in every set, so the smallest common size is at most that.
     return min(_common_sizes(offered, lcm(*(pages.multiple_of for pages in offered))))
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: got {value!r}; accepted: an int > 0")

@@ -34,6 +34,15 @@ def check_all(
     return found
 
 
+def check_positive(name: str, value: object) -> None:
+    """
+    Raises:
+        ValueError: no int, or one < 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{name}: got {value!r}; accepted: an int > 0")
+
+
 def described(value: object) -> str:
     """A value's type, as a message names it."""
     kind = type(value)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cute_kernels.formats import KVCacheDType, ScaleLayout
-from kvcache.checks import check_type
+from kvcache.checks import check_positive, check_type
 from kvcache.dtypes import bytes_per_token, query_dtype_name, resolve_kv_cache_dtype
 
 _FLAGS = ("softcap", "sinks", "mla", "bidirectional_spans", "chunked", "batch_invariant")
@@ -59,10 +59,10 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         for name in ("head_size", "num_q_heads", "num_kv_heads"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("sliding_window", "page_size"):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+                check_positive(name, getattr(self, name))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: True or False")
@@ -138,8 +138,3 @@ def _capability(given: object) -> tuple[int, int]:
     ):
         return tuple(given)
     raise ValueError(f"capability: got {given!r}; accepted: (major, minor), or like 'sm_90a'")
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"{name}: got {value!r}; accepted: an int > 0")

@@ -1,7 +1,7 @@
 """The kinds of attention layers in a model, read from its `config.json` in the Hugging Face format.
 
-Field names and defaults are those that the files of published models have. What a file does not
-say and cannot be derived is refused, not guessed.
+Field names are those that the files of published models have. What a file does not say is what
+transformers takes it for (`kvcache.model_defaults`), or refused: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -13,34 +13,22 @@ from typing import Any
 
 from kvcache.checks import check_type
 from kvcache.config import AttentionConfig
+from kvcache.model_defaults import with_defaults
 from kvcache.selection import can_run
 
 # Facts about architectures that their files do not state.
 _MODELS_WITH_SINKS = {"gpt_oss"}
 # Every n-th layer is full, the others slide, where the file has no `layer_types` and no pattern.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
-_HEAD_SIZES = {
-    "gemma": 256,
-    "gemma2": 256,
-    "gemma3": 256,
-    "gemma3_text": 256,
-    "qwen3": 128,
-    "qwen3_moe": 128,
-}
-# All layers alike unless the file says otherwise. `sliding_window` counts where the second set does
-# not ask for `use_sliding_window` as well.
-_ALIKE = {
-    "deepseek_v2",
-    "deepseek_v3",
-    "gemma",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "starcoder2",
-}
-_WINDOW_ON_REQUEST = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+# All layers alike unless the file says otherwise; those of the second set slide where it has a
+# `sliding_window`, which the others do not read.
+_ALIKE = {"deepseek_v2", "deepseek_v3", "gemma", "granite", "llama"}
+_ALIKE_WITH_WINDOW = {"mistral", "mixtral", "phi3", "starcoder2"}
+# Windows only where the file has `use_sliding_window`: then the layers after `max_window_layers`
+# slide. Mixtures of experts have other rules, so there the file must list the layers.
+_WINDOW_ON_REQUEST = {"qwen2", "qwen3"}
+_WINDOW_ON_REQUEST_LISTED = {"qwen2_moe", "qwen3_moe"}
+_BIDIRECTIONAL = (None, False, True, "all", "vision")
 _MAX_LAYERS = 10_000
 _MODELS_WITH_BIDIRECTIONAL_IMAGES = {"gemma3", "paligemma"}
 # Layers that keep a state of fixed size, no keys and values.
@@ -136,7 +124,7 @@ def layer_kinds(
     for (name, fields), indices in like.items():
         layers, shared = tuple(indices), sum(index >= shared_from for index in indices)
         if name in _ATTENTION:
-            own = {**text, **dict(fields)}
+            own = with_defaults({**text, **dict(fields)})
             config = _of_type(name, _full_attention(own, kv_cache_dtype, capability), own)
             config = replace(config, batch_invariant=batch_invariant)
             images = not (text_only or config.bidirectional_spans)
@@ -157,7 +145,7 @@ def layer_kinds(
 
 
 def text_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the text model of a multimodal one, or the model's.
+    """The fields of the text model of a multimodal one, or the model's, with what is missing.
 
     Raises:
         ValueError: a field that cannot be right.
@@ -169,7 +157,9 @@ def text_of(model: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("model_type", "dtype", "torch_dtype"):
         if not isinstance(text.get(name), str | None):
             raise ValueError(f"{name}: got {text[name]!r}; accepted: a name")
-    return text
+    if text.get("model_type") is None:
+        raise ValueError("model_type: got None; accepted: the architecture's name")
+    return with_defaults(text)
 
 
 def dtype_of(text: Mapping[str, Any]) -> str:
@@ -192,13 +182,22 @@ def _full_attention(
 ) -> AttentionConfig:
     heads = _field(text, "num_attention_heads")
     mla = text.get("kv_lora_rank") is not None
-    known = _HEAD_SIZES.get(text.get("model_type"))
-    head_size = _optional(text, "head_dim", known) or _field(text, "hidden_size") // heads
     if mla:
         # What an MLA cache holds: one latent vector and one rotary key for all heads.
         head_size = _field(text, "kv_lora_rank") + _field(text, "qk_rope_head_dim")
-    elif _optional(text, "v_head_dim", head_size) != head_size:
-        raise ValueError(f"v_head_dim: got {text['v_head_dim']}; accepted: head_dim, {head_size}")
+    else:
+        head_size = _head_dim(text, heads)
+        _known(text, "num_key_value_heads")
+        if _optional(text, "v_head_dim", head_size) != head_size:
+            raise ValueError(
+                f"v_head_dim: got {text['v_head_dim']}; accepted: head_dim, {head_size}"
+            )
+    bidirectional = text.get("use_bidirectional_attention")
+    if bidirectional not in _BIDIRECTIONAL:
+        raise ValueError(
+            f"use_bidirectional_attention: got {bidirectional!r}; accepted: null, false, true, "
+            "'all', 'vision'"
+        )
     kv_heads = 1 if mla else _optional(text, "num_key_value_heads", heads) or heads
     if heads % kv_heads:
         raise ValueError(
@@ -215,8 +214,32 @@ def _full_attention(
         softcap=bool(text.get("attn_logit_softcapping")),
         sinks=text.get("model_type") in _MODELS_WITH_SINKS,
         mla=mla,
-        bidirectional_spans=text.get("use_bidirectional_attention") in ("all", True),
+        bidirectional_spans=bidirectional in ("all", True),
     )
+
+
+def _head_dim(text: Mapping[str, Any], heads: int) -> int:
+    """As the file or the model type says, else, where that is the model type's rule, a share."""
+    given = _optional(text, "head_dim", None)
+    if given is not None:
+        return given
+    _known(text, "head_dim")
+    hidden_size = _field(text, "hidden_size")
+    if hidden_size % heads:
+        raise ValueError(
+            f"hidden_size: got {hidden_size}; accepted without head_dim: multiples of "
+            f"num_attention_heads, {heads}"
+        )
+    return hidden_size // heads
+
+
+def _known(text: Mapping[str, Any], name: str) -> None:
+    """Refuse a field that neither the file has nor the table of defaults."""
+    if name not in text:
+        raise ValueError(
+            f"{name}: missing, and its default for model_type {text.get('model_type')!r} is not "
+            "known here: add it to the file"
+        )
 
 
 def _sees_images_both_ways(model: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
@@ -303,24 +326,41 @@ def _layer_types(text: Mapping[str, Any]) -> list[str]:
     pattern = _optional(text, "sliding_window_pattern", _FULL_EVERY.get(model_type, 0))
     if pattern:
         return [sliding if (index + 1) % pattern else full for index in range(count)]
-    if model_type in _WINDOW_ON_REQUEST:
-        if not text.get("use_sliding_window") or text.get("sliding_window") is None:
+    window = text.get("sliding_window")
+    if model_type in _WINDOW_ON_REQUEST | _WINDOW_ON_REQUEST_LISTED:
+        if window is None or not _flag(text, "use_sliding_window"):
             return [full] * count
-        first = _optional(text, "max_window_layers", 0)
+    elif model_type in _ALIKE | _ALIKE_WITH_WINDOW and window is None:
+        return [full] * count
+    if model_type in _ALIKE_WITH_WINDOW:
+        return [sliding] * count
+    if model_type in _WINDOW_ON_REQUEST:
+        first = _field(text, "max_window_layers", least=0)
         return [full if index < first else sliding for index in range(count)]
     if model_type in _ALIKE:
-        return [full if text.get("sliding_window") is None else sliding] * count
+        raise ValueError(
+            f"sliding_window: got {window!r}; layers of model_type {model_type!r} do not slide: "
+            "add layer_types to the file, one a layer, or take sliding_window out"
+        )
     raise ValueError(
         f"layer_types: missing, and what the layers of model_type {model_type!r} are is not known "
         "here: add the list to the file, one of full_attention, sliding_attention, ... a layer"
     )
 
 
-def _field(text: Mapping[str, Any], name: str) -> int:
+def _field(text: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = text.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"{name}: got {value!r}; accepted: an int > 0")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: got {value!r}; accepted: an int > {least - 1}")
     return value
+
+
+def _flag(text: Mapping[str, Any], name: str) -> bool:
+    """False where it is missing or null."""
+    value = text.get(name)
+    if value not in (None, False, True):
+        raise ValueError(f"{name}: got {value!r}; accepted: true, false")
+    return bool(value)
 
 
 def _optional(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import cute_kernels
+from kvcache.checks import check_positive
 from kvcache.scales import KVScales
 
 FP8_MAX = 448.0
@@ -51,9 +52,13 @@ class PageTable:
         sliding_window: how many keys a query of these layers sees, itself included. Pages that
             later queries cannot see are freed, except for the last one of them: up to `page_size`
             tokens can always be taken back.
+
+    Raises:
+        ValueError: a page_size that is no int > 0.
     """
 
     def __init__(self, page_size: int, sliding_window: int | None = None) -> None:
+        check_positive("page_size", page_size)
         self.page_size = page_size
         self.sliding_window = sliding_window
         self.num_pages = 0  # ids in use or free: the size that the layers' pools must have

@@ -142,7 +142,13 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row for BASELINE and for each of `dtypes`, which have scales: one a layer, or a head."""
     scales = {
-        dtype: calibrate_scales(model, text.calibration, rotate_keys, dtype, per_head=per_head)
+        dtype: calibrate_scales(
+            model,
+            text.calibration,
+            kv_cache_dtype=dtype,
+            rotate_keys=rotate_keys,
+            per_head=per_head,
+        )
         for dtype in dtypes
     }
     config = model.config.get_text_config(decoder=True)

@@ -21,19 +21,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import transformers
 from packaging.version import Version
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 import cute_kernels
-from kvcache.checks import check_type
-from kvcache.paged import PAGE_FORMATS, Pages, PageTable, Step, hadamard
-from kvcache.scales import KVScales, suggest_scales
+from kvcache.integrations.transformers_cache import (
+    CachedKV,
+    PagedKVCache,
+    PagedKVLayer,
+    read_layers,
+    refuse_latent,
+)
+from kvcache.scales import KVScales, check_has_scales, suggest_scales
 
 __all__ = [
     "PagedKVCache",
@@ -51,240 +56,40 @@ if Version(transformers.__version__) < Version(_MIN_TRANSFORMERS):
     )
 
 
-class _CachedKV(NamedTuple):
-    """What `PagedKVLayer.update` hands to the attention function in the place of K and of V."""
-
-    pages: Pages
-    step: Step
-    sliding_window: int | None
-    rotation: torch.Tensor | None  # float32 (D, D), for the queries: the keys have had it
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # copy and pickle look for hooks that need not be there
-            raise AttributeError(name)
-        raise TypeError(  # attention that takes it for a tensor
-            "a PagedKVCache needs register() and a model with attn_implementation='cute_kv' "
-            f"(set_attn_implementation); the model's own asked its keys for .{name}"
-        )
-
-
-class PagedKVLayer(CacheLayerMixin):
-    """K and V of one attention layer, in pages.
-
-    Args:
-        table: the block table, shared with the other layers that see the same tokens.
-        kv_cache_dtype: see `PagedKVCache`.
-        scales: of a quantized dtype, and made for it.
-        sliding_window: how many keys a query sees, itself included; None for all before it.
-        rotate_keys: see `PagedKVCache`.
-    """
-
-    is_croppable = True
-
-    def __init__(
-        self,
-        table: PageTable,
-        kv_cache_dtype: str,
-        scales: KVScales | None = None,
-        sliding_window: int | None = None,
-        rotate_keys: bool = False,
-    ) -> None:
-        super().__init__()
-        if scales is not None:
-            check_type("scales", scales, KVScales, "KVScales").check_dtype(kv_cache_dtype)
-        self.table = table
-        self.kv_cache_dtype = kv_cache_dtype
-        self.scales = scales
-        self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
-        self.rotate_keys = rotate_keys
-        self.length = 0
-        self.pages: Pages | None = None
-        self._rotation: torch.Tensor | None = None
-        self._step: Step | None = None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if value_states.shape != key_states.shape:
-            raise NotImplementedError(
-                f"value_states: shape {tuple(value_states.shape)}; accepted: that of the keys, "
-                f"{tuple(key_states.shape)}"
-            )
-        make = PAGE_FORMATS[self.kv_cache_dtype]
-        self.pages = make(key_states, self.table.page_size, self.scales)
-        if self.rotate_keys:
-            self._rotation = hadamard(key_states.shape[-1], key_states.device)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[_CachedKV, _CachedKV]:
-        """Append (B, Hkv, q_len, D) keys and values; return all that is held, for K and for V."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        batch, _, q_len, _ = key_states.shape
-        step = self.table.advance(self.length, q_len, batch, key_states.device)
-        if self._rotation is not None:
-            key_states = key_states.float() @ self._rotation
-        self.pages.grow(self.table.num_pages)
-        self.pages.write(key_states, value_states, step.slots)
-        self.length, self._step = step.kv_len, step
-        cached = _CachedKV(self.pages, step, self.sliding_window, self._rotation)
-        return cached, cached
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (rotated, if keys are) and V: float32 (B, n, Hkv, D), scales applied.
-
-        n is the length, less the tokens whose pages a sliding window has freed.
-        """
-        if self._step is None:
-            raise ValueError("the cache is empty")
-        first = self.table.first_page
-        held = self.length - first * self.table.page_size
-        return self.pages.read(self._step.block_table[:, first:], held)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pages that hold tokens; pages kept for growth are not counted."""
-        return self.table.pages_in_use * self.pages.page_bytes if self.is_initialized else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens; their pages stay with the sequence.
-
-        Raises:
-            ValueError: more than there are, or, in a sliding-window layer, so many that the next
-                token's window has been freed. Up to `page_size` tokens are always possible.
-        """
-        self.check_crop(tokens_to_remove)
-        self.length += tokens_to_remove
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """What `crop` raises, without cropping."""
-        if not -self.length <= tokens_to_remove <= 0:
-            raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove}; accepted: {-self.length} to 0"
-            )
-        self.table.check_start(self.length + tokens_to_remove)
-
-    def reset(self) -> None:
-        self.table.reset()
-        self.length, self._step = 0, None
-
-    def _refuse_shared_pages(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "a page belongs to one sequence: beam search and other reordering of the batch are "
-            "not supported"
-        )
-
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_shared_pages
-
-
-class PagedKVCache(Cache):
-    """KV cache of a decoder, to be passed to `forward` or `generate` with `attn_implementation`
-    "cute_kv".
-
-    Args:
-        config: the model's.
-        kv_cache_dtype: "fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse", "bf16", or
-            "auto" (the model's dtype; bf16 for a float32 model).
-        scales: one `KVScales` per layer, for quantized dtypes; `calibrate_scales` measures them.
-        page_size: tokens in a page.
-        rotate_keys: multiply keys, and in attention queries, by a Hadamard matrix. The scores are
-            the same; what changes is where rounding to fp8 hurts. Worth it for models with few
-            large key elements. Perplexity of fp8 against bf16 KV on 4,096 tokens of docstrings,
-            standard error 0.2 to 0.4 %: SmolLM2-135M +2.1 % without, +0.8 % with; Gemma-3 270M
-            +0.8 % without, +1.5 % with (perf/results/2026-11-30_perplexity_kv_cpu.json).
-
-    Raises:
-        ValueError: unknown dtype; scales missing, superfluous, for another dtype, not one a layer.
-        NotImplementedError: layers that are neither full nor sliding-window attention.
-    """
-
-    def __init__(
-        self,
-        config: transformers.PreTrainedConfig,
-        kv_cache_dtype: str = "auto",
-        scales: Sequence[KVScales] | None = None,
-        page_size: int = 64,
-        rotate_keys: bool = False,
-    ) -> None:
-        if kv_cache_dtype not in PAGE_FORMATS:
-            raise ValueError(
-                f"kv_cache_dtype: got {kv_cache_dtype!r}; accepted: {', '.join(PAGE_FORMATS)}"
-            )
-        windows = _sliding_windows(config.get_text_config(decoder=True))
-        if (scales is not None) != PAGE_FORMATS[kv_cache_dtype].needs_scales:
-            given = "none" if scales is None else "some"
-            raise ValueError(
-                f"scales: got {given} for kv_cache_dtype {kv_cache_dtype!r}; quantized dtypes need "
-                "one per layer (calibrate_scales measures them), other dtypes have none"
-            )
-        if scales is not None and len(scales) != len(windows):
-            raise ValueError(f"scales: got {len(scales)}; the model has {len(windows)} layers")
-        tables = {window: PageTable(page_size, window) for window in set(windows)}
-        super().__init__(
-            layers=[
-                PagedKVLayer(
-                    tables[window], kv_cache_dtype, scales and scales[index], window, rotate_keys
-                )
-                for index, window in enumerate(windows)
-            ]
-        )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """`PagedKVLayer.crop` for every layer, or for none where one of them raises."""
-        for layer in self.layers:
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the K and V pages that hold tokens, over all layers."""
-        return sum(layer.nbytes for layer in self.layers)
-
-
-def _sliding_windows(config: transformers.PreTrainedConfig) -> list[int | None]:
-    """Per layer, the sliding window or None: how `transformers` reads a decoder's config."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [window] * config.num_hidden_layers
-    known = {"full_attention": None, "sliding_attention": window}
-    if unknown := set(types) - set(known):
-        raise NotImplementedError(
-            f"layer_types: {', '.join(sorted(unknown))}; accepted: {', '.join(known)}"
-        )
-    return [known[name] for name in types]
-
-
 def _attention(
     kernel: Callable[..., torch.Tensor] | None,
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: _CachedKV,
-    value: _CachedKV,
+    key: CachedKV,
+    value: CachedKV,
     attention_mask: None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of `transformers`: query (B, Hq, q_len, D) to (B, q_len, Hq, D)."""
-    if not isinstance(key, _CachedKV):
+    if not isinstance(key, CachedKV):
+        refuse_latent(module.config)
         raise TypeError(
-            "attn_implementation 'cute_kv' reads keys and values from a PagedKVCache; "
-            "pass one as past_key_values (`cache` in later releases)"
+            "attn_implementation 'cute_kv' reads keys and values from a PagedKVCache, and this "
+            "call has none: pass one as past_key_values (`cache` in later releases). Where "
+            "generate makes caches of its own it cannot be used: guidance_scale, assistant models"
         )
+    try:
+        _check_supported(module, key, attention_mask, **kwargs)
+        return _attend(kernel, query, key, **kwargs), None
+    except BaseException:
+        # The layer wrote its tokens before it attended: a second try would write them twice.
+        key.take_back()
+        raise
+
+
+def _check_supported(
+    module: torch.nn.Module,
+    key: CachedKV,
+    attention_mask: None,
+    *,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> None:
     if attention_mask is not None:
         _refuse_mask()
     is_causal = kwargs.get("is_causal")
@@ -292,19 +97,49 @@ def _attention(
         raise NotImplementedError("attention that is not causal")
     if kwargs.get("dropout") or kwargs.get("output_attentions"):
         raise NotImplementedError("dropout and output_attentions")
-    if sliding_window != key.sliding_window:
+    if kwargs.get("cu_seq_lens_q") is not None or _packed(module, kwargs.get("position_ids")):
+        _refuse_mask()
+    if sliding_window != key.layer.sliding_window:
         raise ValueError(
             f"sliding_window: the layer attends with {sliding_window}, its cache was made for "
-            f"{key.sliding_window}"
+            f"{key.layer.sliding_window}"
         )
-    pages, step = key.pages, key.step
-    if key.rotation is not None:
-        query = (query.float() @ key.rotation).to(query.dtype)
+
+
+def _packed(module: torch.nn.Module, position_ids: torch.Tensor | None) -> bool:
+    """Whether a row of (B, q_len) positions holds more than one sequence.
+
+    transformers looks for this only where there is no cache. Here the first layer does, for all of
+    them, as on a device reading the answer waits for it.
+    """
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
+        return False
+    return not getattr(module, "layer_idx", 0) and bool((position_ids.diff() != 1).any())
+
+
+def _attend(
+    kernel: Callable[..., torch.Tensor] | None,
+    query: torch.Tensor,
+    key: CachedKV,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    pages, step, rotation = key.layer.pages, key.step, key.layer.rotation
+    cu_seqlens_q, q_len = step.cu_seqlens_q, query.shape[2]
+    if q_len != step.q_len:
+        # Layers that read another layer's pages may be asked for the last tokens only: queries are
+        # counted from the end of the keys, so these need no more than their number.
+        cu_seqlens_q = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device) * q_len
+    rotated = query if rotation is None else (query.float() @ rotation).to(query.dtype)
     attended = {name: x for name, x in pages.attended()._asdict().items() if x is not None}
     out = (kernel or cute_kernels.flash_attn_varlen_func)(
-        query.to(pages.query_dtype).transpose(1, 2).flatten(0, 1),
-        max_seqlen_q=step.q_len,
-        cu_seqlens_q=step.cu_seqlens_q,
+        rotated.to(pages.query_dtype).transpose(1, 2).flatten(0, 1),
+        max_seqlen_q=q_len,
+        cu_seqlens_q=cu_seqlens_q,
         max_seqlen_k=step.kv_len,
         seqused_k=step.seqused_k,
         block_table=step.block_table,
@@ -316,7 +151,7 @@ def _attention(
         s_aux=s_aux,
         **attended,
     )
-    return out.unflatten(0, (-1, step.q_len)).to(query.dtype), None
+    return out.unflatten(0, (-1, q_len)).to(query.dtype)
 
 
 def _mask(
@@ -369,9 +204,9 @@ def forward(
 def calibrate_scales(
     model: transformers.PreTrainedModel,
     input_ids: torch.Tensor,
-    rotate_keys: bool = False,
-    kv_cache_dtype: str = "fp8",
     *,
+    kv_cache_dtype: str = "fp8",
+    rotate_keys: bool = False,
     per_head: bool = False,
 ) -> list[KVScales]:
     """Scales that use a format's whole range for the largest |K| and |V| on `input_ids` (B, L).
@@ -380,18 +215,20 @@ def calibrate_scales(
 
     Args:
         model: runs with an `attn_implementation` that `register` made.
-        rotate_keys: as in the cache that the scales are for.
         kv_cache_dtype: a quantized dtype.
+        rotate_keys: as in the cache that the scales are for; they say so, and others are refused.
         per_head: one scale per KV head, not one per layer.
 
     Returns:
-        One `KVScales` per layer. Where K or V is all zero the scale is 1.
+        One `KVScales` per layer. Where K or V is all zero the scale is 1. A layer that reads the
+        pages of another has that one's.
     """
+    check_has_scales(kv_cache_dtype)
     cache = PagedKVCache(model.config, "auto", rotate_keys=rotate_keys)
     forward(model, input_ids, cache, logits_to_keep=1)
     found = []
     for layer in cache.layers:
         # (B, L, Hkv, D)
         k, v = (x.abs().amax((0, 1, 3)) if per_head else x.abs().max() for x in layer.read())
-        found.append(suggest_scales(k, v, kv_cache_dtype))
-    return found
+        found.append(suggest_scales(k, v, kv_cache_dtype, rotated_keys=rotate_keys))
+    return [found[index] for index in read_layers(model.config.get_text_config(decoder=True))]

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
@@ -38,6 +47,25 @@ def gemma(window: int = WINDOW) -> Gemma3ForCausalLM:
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )
     return Gemma3ForCausalLM(config).eval()
+
+
+def gemma4(num_kv_shared_layers: int = 2, **fields: Any) -> Gemma4ForCausalLM:
+    """The last layers read the keys and values of the first two, which have other head sizes."""
+    torch.manual_seed(0)
+    given = {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "global_head_dim": 128,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": num_kv_shared_layers,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 32,
+    }
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**_SIZES | given | fields)).eval()
+    for layer in model.model.layers:  # whose scores are not scaled otherwise
+        layer.self_attn.q_norm.weight.data.fill_(layer.self_attn.head_dim**-0.5)
+    return model
 
 
 MODELS = {"llama": llama, "gemma": gemma}

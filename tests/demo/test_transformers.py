@@ -78,7 +78,7 @@ def test_the_window_is_the_models_own_to_the_token():
 def test_rotated_keys_change_rounding_only(kv_cache_dtype):
     model, ids = models.llama(), models.tokens(BATCH, LENGTH)
     want = eager_logits(model, ids)
-    scales = calibrate_scales(model, ids, True) if kv_cache_dtype == "fp8" else None
+    scales = calibrate_scales(model, ids, rotate_keys=True) if kv_cache_dtype == "fp8" else None
     rotated = PagedKVCache(model.config, kv_cache_dtype, scales, rotate_keys=True)
     plain = PagedKVCache(model.config, "bf16")
     assert error(cached_logits(model, ids, rotated), want) < TOLERANCE[kv_cache_dtype]
@@ -222,6 +222,36 @@ def test_scales_serve_every_dtype_of_their_storage_format():
     cached_logits(model, ids, PagedKVCache(model.config, "nvfp4_mse", scales))
     with pytest.raises(ValueError, match="for kv_cache_dtype 'nvfp4', asked for .* 'fp8'"):
         PagedKVCache(model.config, "fp8", scales)
+
+
+@pytest.mark.parametrize(("calibrated", "used"), ((True, False), (False, True)))
+def test_scales_of_keys_otherwise_rotated_are_refused(calibrated, used):
+    """Rotation changes the largest key: nothing in the numbers would show it."""
+    model, ids = models.llama(), models.tokens(BATCH, LENGTH)
+    model.set_attn_implementation("cute_kv")
+    scales = calibrate_scales(model, ids, rotate_keys=calibrated)
+    assert {each.rotated_keys for each in scales} == {calibrated}
+    with pytest.raises(ValueError, match=f"rotated_keys is {calibrated}"):
+        PagedKVCache(model.config, "fp8", scales, rotate_keys=used)
+    PagedKVCache(model.config, "fp8", scales, rotate_keys=calibrated)
+
+
+def test_options_are_named_and_of_their_types():
+    model, ids = models.llama(), models.tokens(1, 8)
+    model.set_attn_implementation("cute_kv")
+    with pytest.raises(TypeError):
+        calibrate_scales(model, ids, "fp8")
+    with pytest.raises(TypeError):
+        PagedKVCache(model.config, "bf16", None, 64, True)
+    for wrong in ("yes", "fp8", 1, None):
+        with pytest.raises(TypeError, match="rotate_keys: got"):
+            calibrate_scales(model, ids, rotate_keys=wrong)
+        with pytest.raises(TypeError, match="rotate_keys: got"):
+            PagedKVCache(model.config, "bf16", rotate_keys=wrong)
+    with pytest.raises(TypeError, match="kv_cache_dtype: got a list"):
+        PagedKVCache(model.config, ["fp8"])
+    with pytest.raises(ValueError, match="accepted: one that has scales"):
+        calibrate_scales(model, ids, kv_cache_dtype="bf16")
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa"))

@@ -27,7 +27,7 @@ def kinds(**fields):
 @pytest.mark.parametrize(
     "model_type",
     ["frobnicate", "bert", "jamba", "bamba", "nemotron_h", "zamba2", "lfm2", "llama4", "gpt_oss",
-     "cohere2", "olmo3", "gemma3n", "qwen3_next", "minimax", None],
+     "cohere2", "olmo3", "gemma3n", "qwen3_next", "minimax"],
 )  # fmt: skip
 def test_layers_of_types_that_are_not_known_are_not_guessed(model_type):
     with pytest.raises(ValueError, match="layer_types: missing"):
@@ -43,7 +43,8 @@ def test_published_gemma3_files_have_no_pattern():
 
 def test_qwen_slides_only_on_request():
     assert list(kinds(model_type="qwen2")) == ["full_attention"]
-    assert list(kinds(model_type="qwen2", use_sliding_window=True)) == ["sliding_attention"]
+    found = kinds(model_type="qwen2", use_sliding_window=True, max_window_layers=0)
+    assert list(found) == ["sliding_attention"]
 
 
 def test_qwen3_heads_are_not_a_share_of_the_hidden_size():
@@ -68,11 +69,28 @@ def test_qwen3_heads_are_not_a_share_of_the_hidden_size():
         ({"dtype": ["bfloat16"]}, "dtype"),
         ({"dtype": "float8"}, "^dtype"),
         ({"head_dim": 128, "v_head_dim": 64}, "v_head_dim"),
+        ({"model_type": None}, "model_type"),
+        ({"model_type": "llama"}, "sliding_window"),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, "layer_types"),
+        ({"model_type": "qwen3", "use_sliding_window": "false"}, "use_sliding_window"),
+        ({"use_bidirectional_attention": "ALL"}, "use_bidirectional_attention"),
+        ({"hidden_size": 100}, "hidden_size: got 100; accepted without head_dim"),
+        ({"model_type": "gemma", "head_dim": None, "sliding_window": None}, "head_dim: got None"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": None, "sliding_window": None},
+         "kv_lora_rank"),
+        ({"model_type": "frobnicate", "layer_types": ["full_attention"] * 32}, "head_dim: missing"),
     ],
 )  # fmt: skip
 def test_wrong_fields_are_named(fields, name):
     with pytest.raises(ValueError, match=name):
-        kinds(**{"model_type": "llama", **fields})
+        kinds(**{"model_type": "mistral", **fields})
+
+
+def test_an_unknown_model_must_say_how_many_heads_it_has():
+    model = {**PLAIN, "model_type": "frobnicate", "layer_types": ["full_attention"] * 32}
+    del model["num_key_value_heads"]
+    with pytest.raises(ValueError, match="num_key_value_heads: missing"):
+        layer_kinds({**model, "head_dim": 128}, "fp8", "sm_90a")
 
 
 def explained(tmp_path, text: str):

@@ -12,6 +12,7 @@ from tests.kvcache.helpers import CONFIGS
 from tests.requires import requires_module
 
 PLAIN = {
+    "model_type": "mistral",
     "num_hidden_layers": 4,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,

@@ -152,7 +152,7 @@ def test_a_real_model_answers(smollm2, name):
     scales = None
     if name != "bf16":
         calibration = texts.encode(tokenizer, texts.CALIBRATION_TEXT)
-        scales = calibrate_scales(model, calibration, True, name)
+        scales = calibrate_scales(model, calibration, kv_cache_dtype=name, rotate_keys=True)
     cache = PagedKVCache(model.config, name, scales, rotate_keys=name != "bf16")
     ids = texts.encode_prompt(tokenizer, "What is the capital of France?")
     found = model.generate(ids, **{cache_keyword(model): cache}, max_new_tokens=10, do_sample=False)
@@ -188,7 +188,7 @@ def test_greedy_text_through_the_kernels_is_the_references(on_gpu, dtype):
     register("cute_kv_reference", models.reference)
     model.set_attn_implementation("cute_kv_reference")
     calibration = texts.encode(tokenizer, texts.CALIBRATION_TEXT).cuda()
-    scales = calibrate_scales(model, calibration, rotate, dtype)
+    scales = calibrate_scales(model, calibration, kv_cache_dtype=dtype, rotate_keys=rotate)
     model.set_attn_implementation("cute_kv")
     ids = texts.encode_prompt(tokenizer, MODELS[name].prompt).cuda()
     caches = [PagedKVCache(model.config, dtype, scales, rotate_keys=rotate) for _ in range(2)]
