@@ -20,7 +20,7 @@ from cute_kernels.compile.plans import (
     all_units,
     units_for,
 )
-from cute_kernels.compile.pool import compile_into, default_workers
+from cute_kernels.compile.pool import Outcome, compile_into, default_workers
 
 __all__ = [
     "AttentionWorkload",
@@ -96,10 +96,19 @@ def warmup(
 
 
 def _compile_missing(units: tuple[CompileUnit, ...], workers: int | None) -> None:
-    """Compile in parallel what is worth several processes; the rest is `launcher`'s."""
+    """Compile in parallel what is worth several processes; the rest is `launcher`'s, which names
+    what cannot be compiled and where it was looked for."""
     missing = [unit for unit in units if not bundle.has(unit.key)]
-    if len(missing) < 2 or obtain.STATE.frozen is not None:
+    cannot = obtain.STATE.frozen is not None or obtain.installed_toolchain() is None
+    if len(missing) < 2 or cannot:
         return
     store = obtain.writable_store()
-    if store is not None:
-        compile_into(missing, store.directory, workers or default_workers())
+    if store is None:
+        return
+    for unit in missing:
+        obtain.LOGGER.info("compiling %s, in a process of its own", unit.name)
+    compile_into(missing, store.directory, workers or default_workers(), _log)
+
+
+def _log(outcome: Outcome) -> None:
+    obtain.LOGGER.info("%s: %s %s", outcome.unit.name, outcome.result, outcome.error)

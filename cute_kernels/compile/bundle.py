@@ -47,17 +47,25 @@ def find(key: CompileKey) -> Callable[..., Any] | None:
     or loaded is passed over, with one warning; so is a bundle that cannot be read, and one warning
     says that a bundle has the kernel from other sources only.
     """
-    for directory in bundle_directories():
-        problem = Store(directory).problem()
-        if problem is not None:
-            warn_once(("bundle", directory), f"CUTE_KERNELS_BUNDLE: {problem}")
+    _warn_of_closed()
     for path in _candidates(key):
         launch = load_or_warn(path, key)
         if launch is not None:
             return launch
+    _warn_of_other_sources(key)
+    return None
+
+
+def _warn_of_closed() -> None:
+    for directory in bundle_directories():
+        problem = Store(directory).problem()
+        if problem is not None:
+            warn_once(("bundle", directory), f"CUTE_KERNELS_BUNDLE: {problem}")
+
+
+def _warn_of_other_sources(key: CompileKey) -> None:
     for path in of_other_sources(key):
         warn_once(("other sources", path.parent), f"{path}: {OTHER_SOURCES}")
-    return None
 
 
 def has(key: CompileKey) -> bool:
@@ -66,9 +74,15 @@ def has(key: CompileKey) -> bool:
 
 
 def locate(key: CompileKey) -> Path | None:
-    """The library that `find` would load first, or None."""
-    candidates = _candidates(key)
-    return next((path for path in candidates if libraries.problem_with(path, key) is None), None)
+    """The library that `find` would load first, or None after the warnings that `find` gives."""
+    _warn_of_closed()
+    for path in _candidates(key):
+        problem = libraries.problem_with(path, key)
+        if problem is None:
+            return path
+        warn_once(path, f"{path}: not loaded: {problem}")
+    _warn_of_other_sources(key)
+    return None
 
 
 def of_other_sources(key: CompileKey) -> list[Path]:

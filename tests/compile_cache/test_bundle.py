@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels import compile_cache
 from cute_kernels.compile import bundle, obtain
 from cute_kernels.compile.key import installed_toolchain
 from cute_kernels.compile.store import Store
@@ -284,6 +285,27 @@ def test_a_bundle_of_other_sources_is_said_to_be(copy, monkeypatch):
     assert "other sources" not in str(error.value)
 
 
+@pytest.mark.parametrize("has_compiler", (False, True))
+def test_warmup_of_several_says_what_a_single_call_says(copy, monkeypatch, caplog, has_compiler):
+    """They go to processes of their own, past what loads one after the other."""
+    path = other_sources(copy)
+    asked = []
+    monkeypatch.setattr(compile_cache, "compile_into", lambda units, *args: asked.extend(units))
+    if has_compiler:
+        monkeypatch.setattr(obtain, "launcher", lambda unit: None)
+    else:
+        monkeypatch.setattr(obtain, "installed_toolchain", lambda: None)
+    with pytest.warns(RuntimeWarning, match=f"{path}: built from other sources"):
+        if has_compiler:
+            with caplog.at_level("INFO", "cute_kernels.compile"):
+                compile_cache.warmup(UNITS)
+            assert asked == list(UNITS)
+            assert all(f"compiling {unit.name}" in caplog.text for unit in UNITS)
+        else:
+            with pytest.raises(obtain.CompilerUnavailableError, match=f"{path} is built from"):
+                compile_cache.warmup(UNITS)
+
+
 def test_a_bundle_that_is_not_there_is_said_once(built, tmp_path, monkeypatch):
     missing = tmp_path / "mistyped"
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", f"{missing}:{built}")
@@ -302,6 +324,7 @@ def test_a_bundle_that_may_not_be_read_is_said_and_passed_over(built, tmp_path, 
     closed.chmod(mode)
     code = f"""
 import warnings
+from cute_kernels import compile_cache
 from cute_kernels.compile import bundle, obtain
 from tests.compile_cache.helpers import UNIT
 with warnings.catch_warnings(record=True) as caught:
