@@ -31,6 +31,13 @@ _WINDOW_ON_REQUEST_LISTED = {"qwen2_moe", "qwen3_moe"}
 _BIDIRECTIONAL = (None, False, True, "all", "vision")
 _MAX_LAYERS = 10_000
 _MODELS_WITH_BIDIRECTIONAL_IMAGES = {"gemma3", "paligemma"}
+# There only in the layers that slide: the full ones are causal, also among an image's tokens.
+_IMAGES_CAUSAL_IN_FULL_LAYERS = {
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
+}
 # Layers that keep a state of fixed size, no keys and values.
 _WITHOUT_KV_CACHE = {"conv", "linear_attention", "mamba", "recurrent"}
 
@@ -113,7 +120,7 @@ def layer_kinds(
             config = _of_type(name, _full_attention(own, kv_cache_dtype, capability), own)
             config = replace(config, batch_invariant=batch_invariant)
             images = not (text_only or config.bidirectional_spans)
-            images = images and _sees_images_both_ways(model, own)
+            images = images and _sees_images_both_ways(name, model, own)
             if images:
                 config = replace(config, bidirectional_spans=True)
             if types.count(name) > len(layers):
@@ -227,7 +234,10 @@ def _known(text: Mapping[str, Any], name: str) -> None:
         )
 
 
-def _sees_images_both_ways(model: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+def _sees_images_both_ways(name: str, model: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    """Whether the tokens of an image see each other in layers of this type."""
+    if name != "sliding_attention" and text.get("model_type") in _IMAGES_CAUSAL_IN_FULL_LAYERS:
+        return False
     return text.get("use_bidirectional_attention") == "vision" or (
         model.get("model_type") in _MODELS_WITH_BIDIRECTIONAL_IMAGES and "vision_config" in model
     )

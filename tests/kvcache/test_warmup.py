@@ -187,10 +187,26 @@ def test_query_dtypes():
 
 
 def test_images_are_not_forgotten():
-    found = plan("gemma-4-31b", text_only=False)
+    found = plan("gemma-3-4b", text_only=False)
     assert found.units == ()
     assert len(found.unserved) == 2 and all("bidirectional" in line for line in found.unserved)
     assert all(line.endswith("--text-only, or text_only=True") for line in found.unserved)
+
+
+def test_layers_that_are_causal_among_an_images_tokens_are_planned():
+    """Gemma-4's full ones."""
+    found = plan("gemma-4-31b", text_only=False)
+    (line,) = found.unserved
+    assert line.startswith("sliding_attention (50 layers)") and "bidirectional" in line
+    assert {planned.unit.config.head_size for planned in decode_units(found)} == {512}
+    kernels = {planned.unit.kernel for planned in found.units}
+    assert {"decode_sm90", "prefill_sm90", "store_sm90", "store_claim"} <= kernels
+    full = {
+        planned.unit
+        for planned in plan("gemma-4-31b").units
+        if any(reason.startswith("full_attention") for reason in planned.reasons)
+    }
+    assert {planned.unit for planned in found.units} == full
 
 
 def test_architectures_without_kernels_are_named_and_stop_nothing():
