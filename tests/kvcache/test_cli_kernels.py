@@ -362,6 +362,20 @@ def test_ls_says_what_is_wrong_in_a_narrow_terminal(copy):
     assert "no readable" in " ".join(run("cache", "ls", copy).output.split())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        ("warmup", *ONE, "--workers", "0"),
+        ("warmup", "--model", "no/such/file"),
+        ("cache", "verify", "no/such/folder"),
+        ("doctor", "--frobnicate"),
+    ),
+)
+def test_wrong_usage_is_said_on_stderr_only(arguments):
+    done = run(*arguments, "--json")
+    assert done.exit_code == 2 and done.stdout == "" and "Error: " in done.stderr
+
+
 def test_commands_need_no_torch_and_no_dsl():
     code = (
         "import runpy, sys\n"
