@@ -30,6 +30,8 @@ _LISTS = {
 }
 # Fields of all sliding layers.
 _SLIDING = {"num_sliding_attention_heads": "num_attention_heads"}
+# Objects with the heads of sliding layers, by what transformers reads in their place.
+_OBJECTS = {"attention_other_setting": "num_sliding_attention_heads"}
 # Words of fields that say more of the heads of some layers.
 _LISTS_OF_HEADS = re.compile(r"(?=.*head)(?:per_layer_(?P<after>\w+)|(?P<before>\w+)_per_layer)")
 _SLIDING_HEADS = re.compile(r"(?=.*head)(?P<num>num_)?(?:swa|sliding|local)_(?P<rest>\w+)")
@@ -93,6 +95,8 @@ def _refuse_unknown_heads(text: Mapping[str, Any], types: list[str]) -> None:
     for source, value in text.items():
         if value is None or source in _LISTS or source in _SLIDING:
             continue
+        if source in _OBJECTS and text.get(_OBJECTS[source]) is None and slides:
+            raise ValueError(f"{source}: not read; accepted: null, with {_OBJECTS[source]} given")
         listed, sliding = _LISTS_OF_HEADS.fullmatch(source), _SLIDING_HEADS.fullmatch(source)
         if listed:
             name = listed["after"] or listed["before"]

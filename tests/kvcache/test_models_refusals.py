@@ -176,6 +176,7 @@ def test_layers_of_one_type_may_differ():
         ({"swa_num_attention_heads": 64}, "swa_num_attention_heads"),
         ({"swa_head_dim": 192}, "swa_head_dim"),
         ({"swa_v_head_dim": 128}, "swa_v_head_dim"),
+        ({"attention_other_setting": {"num_attention_heads": 96}}, "attention_other_setting"),
     ],
 )  # fmt: skip
 def test_heads_of_single_layers_that_are_not_known_are_refused(fields, name):
