@@ -242,6 +242,20 @@ def test_an_indexer_that_no_kernel_is_for_is_named():
         assert "no kernel here is compiled for it" in line
 
 
+@pytest.mark.parametrize("model_type", ("minimax_m3_vl_text", "deepseek_v32", "glm_moe_dsa"))
+def test_fields_of_another_models_indexer_plan_none_of_ours(model_type):
+    model = read_model(CONFIGS / "llama-3.1-8b.json")
+    plain = plan_warmup(model, ["sm_90a"], "fp8")
+    types = {"layer_types": ["full_attention"] * 32, "head_dim": 128}
+    indexer = {"model_type": model_type, "index_n_heads": 64, "index_head_dim": 128, **types}
+    found = plan_warmup({**model, **indexer}, ["sm_90a"], "fp8")
+    assert found.units == plain.units
+    assert found.unserved == (
+        "indexer (64 heads of 128) on sm_90a, TP 1: "
+        f"that of model_type {model_type!r} is not known here",
+    )
+
+
 @pytest.mark.parametrize(
     ("tp_size", "message"),
     (
