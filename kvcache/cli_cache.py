@@ -146,7 +146,7 @@ def verify_command(directories: tuple[Path, ...], as_json: bool) -> None:
 
 def _nothing_to_serve(directory: Path, rows: Sequence[dict[str, Any]]) -> str | None:
     """Why calls of this version get nothing from a bundle, or None."""
-    if not rows:
+    if all(row["path"].endswith(".json") for row in rows):
         return f"{directory} has no kernels"
     if all(row["other_sources"] for row in rows):
         return f"{directory} has kernels of other sources only: build it anew with this version"

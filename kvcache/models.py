@@ -6,13 +6,13 @@ transformers takes it for (`kvcache.model_defaults`), or refused: nothing is gue
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcache.checks import check_type
 from kvcache.config import AttentionConfig
+from kvcache.layer_fields import ATTENTION, field, layer_fields, optional
 from kvcache.model_defaults import with_defaults
 from kvcache.selection import can_run
 
@@ -31,23 +31,15 @@ _WINDOW_ON_REQUEST_LISTED = {"qwen2_moe", "qwen3_moe"}
 _BIDIRECTIONAL = (None, False, True, "all", "vision")
 _MAX_LAYERS = 10_000
 _MODELS_WITH_BIDIRECTIONAL_IMAGES = {"gemma3", "paligemma"}
+# There only in the layers that slide: the full ones are causal, also among an image's tokens.
+_IMAGES_CAUSAL_IN_FULL_LAYERS = {
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
+}
 # Layers that keep a state of fixed size, no keys and values.
 _WITHOUT_KV_CACHE = {"conv", "linear_attention", "mamba", "recurrent"}
-# Head size of the full layers where the file does not say it.
-_GLOBAL_HEAD_SIZES = dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), 512)
-# Full layers have KV heads of their own number only where the file has `attention_k_eq_v` as well.
-_GLOBAL_HEADS_ON_REQUEST = set(_GLOBAL_HEAD_SIZES)
-# What `per_layer_config` may say of a layer: what attention takes from it, and what it does not.
-_PER_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads", "sliding_window"}
-_PER_LAYER_ELSEWHERE = {
-    "hidden_act",
-    "hidden_activation",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_experts",
-    "top_k_experts",
-}
-_ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
@@ -116,19 +108,19 @@ def layer_kinds(
     check_type("model", model, Mapping, "a mapping, the parsed config.json")
     text = text_of(model)
     types = _layer_types(text)
-    shared_from = len(types) - _optional(text, "num_kv_shared_layers", 0, len(types))
+    shared_from = len(types) - optional(text, "num_kv_shared_layers", 0, len(types))
     like: dict[tuple[str, frozenset[tuple[str, Any]]], list[int]] = {}
-    for index, layer in enumerate(zip(types, _layer_fields(text, types), strict=True)):
+    for index, layer in enumerate(zip(types, layer_fields(text, types), strict=True)):
         like.setdefault((layer[0], frozenset(layer[1].items())), []).append(index)
     kinds = []
     for (name, fields), indices in like.items():
         layers, shared = tuple(indices), sum(index >= shared_from for index in indices)
-        if name in _ATTENTION:
+        if name in ATTENTION:
             own = with_defaults({**text, **dict(fields)})
             config = _of_type(name, _full_attention(own, kv_cache_dtype, capability), own)
             config = replace(config, batch_invariant=batch_invariant)
             images = not (text_only or config.bidirectional_spans)
-            images = images and _sees_images_both_ways(model, own)
+            images = images and _sees_images_both_ways(name, model, own)
             if images:
                 config = replace(config, bidirectional_spans=True)
             if types.count(name) > len(layers):
@@ -180,15 +172,15 @@ def dtype_of(text: Mapping[str, Any]) -> str:
 def _full_attention(
     text: Mapping[str, Any], kv_cache_dtype: str, capability: tuple[int, int] | str
 ) -> AttentionConfig:
-    heads = _field(text, "num_attention_heads")
+    heads = field(text, "num_attention_heads")
     mla = text.get("kv_lora_rank") is not None
     if mla:
         # What an MLA cache holds: one latent vector and one rotary key for all heads.
-        head_size = _field(text, "kv_lora_rank") + _field(text, "qk_rope_head_dim")
+        head_size = field(text, "kv_lora_rank") + field(text, "qk_rope_head_dim")
     else:
         head_size = _head_dim(text, heads)
         _known(text, "num_key_value_heads")
-        if _optional(text, "v_head_dim", head_size) != head_size:
+        if optional(text, "v_head_dim", head_size) != head_size:
             raise ValueError(
                 f"v_head_dim: got {text['v_head_dim']}; accepted: head_dim, {head_size}"
             )
@@ -198,7 +190,7 @@ def _full_attention(
             f"use_bidirectional_attention: got {bidirectional!r}; accepted: null, false, true, "
             "'all', 'vision'"
         )
-    kv_heads = 1 if mla else _optional(text, "num_key_value_heads", heads) or heads
+    kv_heads = 1 if mla else optional(text, "num_key_value_heads", heads) or heads
     if heads % kv_heads:
         raise ValueError(
             f"num_attention_heads: got {heads}; accepted: multiples of num_key_value_heads, "
@@ -220,11 +212,11 @@ def _full_attention(
 
 def _head_dim(text: Mapping[str, Any], heads: int) -> int:
     """As the file or the model type says, else, where that is the model type's rule, a share."""
-    given = _optional(text, "head_dim", None)
+    given = optional(text, "head_dim", None)
     if given is not None:
         return given
     _known(text, "head_dim")
-    hidden_size = _field(text, "hidden_size")
+    hidden_size = field(text, "hidden_size")
     if hidden_size % heads:
         raise ValueError(
             f"hidden_size: got {hidden_size}; accepted without head_dim: multiples of "
@@ -242,7 +234,10 @@ def _known(text: Mapping[str, Any], name: str) -> None:
         )
 
 
-def _sees_images_both_ways(model: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+def _sees_images_both_ways(name: str, model: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    """Whether the tokens of an image see each other in layers of this type."""
+    if name != "sliding_attention" and text.get("model_type") in _IMAGES_CAUSAL_IN_FULL_LAYERS:
+        return False
     return text.get("use_bidirectional_attention") == "vision" or (
         model.get("model_type") in _MODELS_WITH_BIDIRECTIONAL_IMAGES and "vision_config" in model
     )
@@ -250,65 +245,15 @@ def _sees_images_both_ways(model: Mapping[str, Any], text: Mapping[str, Any]) ->
 
 def _of_type(name: str, full: AttentionConfig, text: Mapping[str, Any]) -> AttentionConfig:
     if name == "sliding_attention":
-        return replace(full, sliding_window=_field(text, "sliding_window"))
+        return replace(full, sliding_window=field(text, "sliding_window"))
     if name == "chunked_attention":
         return replace(full, chunked=True)
     return full
 
 
-def _layer_fields(text: Mapping[str, Any], types: list[str]) -> list[dict[str, Any]]:
-    """For each layer, the fields that it has in the place of the model's."""
-    given = text.get("per_layer_config")
-    if given is not None:
-        return _given_layer_fields(given, text, types)
-    # Older files of Gemma-4 say so of all full layers together.
-    model_type = text.get("model_type")
-    own: dict[str, Any] = {}
-    head_size = _optional(text, "global_head_dim", _GLOBAL_HEAD_SIZES.get(model_type))
-    heads = _optional(text, "num_global_key_value_heads", None)
-    if head_size is not None:
-        own["head_dim"] = head_size
-    if heads and text.get("attention_k_eq_v", model_type not in _GLOBAL_HEADS_ON_REQUEST):
-        own["num_key_value_heads"] = heads
-    return [own if name == "full_attention" else {} for name in types]
-
-
-def _given_layer_fields(
-    given: Any, text: Mapping[str, Any], types: list[str]
-) -> list[dict[str, Any]]:
-    """`per_layer_config` maps indices, which JSON has as strings like "05", to fields."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f"per_layer_config: got a {type(given).__name__}; accepted: an object")
-    count = len(types)
-    own: list[dict[str, Any]] = [{} for _ in types]
-    for key, fields in given.items():
-        where = f"per_layer_config[{key!r}]"
-        if not re.fullmatch("[0-9]{1,9}", str(key)) or int(key) >= count:
-            raise ValueError(f"{where}: accepted: indices of layers, 0 to {count - 1}")
-        if not isinstance(fields, Mapping):
-            raise ValueError(f"{where}: got a {type(fields).__name__}; accepted: an object")
-        unknown = sorted(set(fields) - _PER_LAYER - _PER_LAYER_ELSEWHERE)
-        if unknown:
-            raise ValueError(
-                f"{where}.{unknown[0]}: what it means for attention is not known here; "
-                f"accepted: {', '.join(sorted(_PER_LAYER))}"
-            )
-        for name in sorted(_PER_LAYER & set(fields)):
-            value = fields[name]
-            if value is not None:
-                try:
-                    _field(fields, name)
-                except ValueError as error:
-                    raise ValueError(f"{where}.{error}") from error
-            matters = name != "sliding_window" or types[int(key)] == "sliding_attention"
-            if matters and value != text.get(name):
-                own[int(key)][name] = value
-    return own
-
-
 def _layer_types(text: Mapping[str, Any]) -> list[str]:
     """One type a layer: as the file says, else as its older fields and its model type imply."""
-    count = _field(text, "num_hidden_layers")
+    count = field(text, "num_hidden_layers")
     if count > _MAX_LAYERS:
         raise ValueError(f"num_hidden_layers: got {count}; accepted: at most {_MAX_LAYERS}")
     types = text.get("layer_types")
@@ -320,10 +265,10 @@ def _layer_types(text: Mapping[str, Any]) -> list[str]:
         return types
     full, sliding = "full_attention", "sliding_attention"
     model_type = text.get("model_type")
-    interval = _optional(text, "full_attention_interval", 0)
+    interval = optional(text, "full_attention_interval", 0)
     if interval:
         return ["linear_attention" if (index + 1) % interval else full for index in range(count)]
-    pattern = _optional(text, "sliding_window_pattern", _FULL_EVERY.get(model_type, 0))
+    pattern = optional(text, "sliding_window_pattern", _FULL_EVERY.get(model_type, 0))
     if pattern:
         return [sliding if (index + 1) % pattern else full for index in range(count)]
     window = text.get("sliding_window")
@@ -335,7 +280,7 @@ def _layer_types(text: Mapping[str, Any]) -> list[str]:
     if model_type in _ALIKE_WITH_WINDOW:
         return [sliding] * count
     if model_type in _WINDOW_ON_REQUEST:
-        first = _field(text, "max_window_layers", least=0)
+        first = field(text, "max_window_layers", least=0)
         return [full if index < first else sliding for index in range(count)]
     if model_type in _ALIKE:
         raise ValueError(
@@ -348,31 +293,9 @@ def _layer_types(text: Mapping[str, Any]) -> list[str]:
     )
 
 
-def _field(text: Mapping[str, Any], name: str, least: int = 1) -> int:
-    value = text.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: got {value!r}; accepted: an int > {least - 1}")
-    return value
-
-
 def _flag(text: Mapping[str, Any], name: str) -> bool:
     """False where it is missing or null."""
     value = text.get(name)
     if value not in (None, False, True):
         raise ValueError(f"{name}: got {value!r}; accepted: true, false")
     return bool(value)
-
-
-def _optional(
-    text: Mapping[str, Any], name: str, default: int | None, most: int | None = None
-) -> int | None:
-    """A count that may be missing or null; 0 is one where the default is 0."""
-    value = text.get(name)
-    if value is None:
-        return default
-    least = 0 if default == 0 else 1
-    wrong = not isinstance(value, int) or isinstance(value, bool) or value < least
-    if wrong or (most is not None and value > most):
-        bound = "" if most is None else f" and <= {most}"
-        raise ValueError(f"{name}: got {value!r}; accepted: an int >= {least}{bound}")
-    return value

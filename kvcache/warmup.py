@@ -22,6 +22,10 @@ from kvcache.blocks import get_preferred_block_size_for_config
 from kvcache.config import AttentionConfig, capability_of
 from kvcache.models import LayerKind, dtype_of, layer_kinds, text_of
 
+# Other models have fields of the same names for indexers that compute something else: that of
+# DeepSeek-V3.2 neither compresses nor norms keys as ours does.
+_INDEXER_MODELS = {"deepseek_v4"}
+_NOT_COMPILED = "no kernel here is compiled for it"
 _TARGETS = {capability_of(target): target for each in KERNELS.values() for target in each.targets}
 
 
@@ -102,10 +106,9 @@ def plan_warmup(
                 units = [] if workload is None else units_for(workload, architecture)
                 what = f"{kind.name} ({len(kind.layers)} layers)"
                 asked.note(what, architecture, size, units, refusal)
-            indexer = _indexer(model)
-            if indexer is not None:
-                what = f"indexer ({indexer.num_heads} heads of {indexer.head_size})"
-                asked.note(what, architecture, size, units_for(indexer, architecture))
+            for what, indexer, refusal in _indexers(model):
+                units = [] if indexer is None else units_for(indexer, architecture)
+                asked.note(what, architecture, size, units, refusal)
     units = tuple(PlannedUnit(unit, _sentences(who)) for unit, who in asked.units.items())
     return WarmupPlan(units, _sentences(asked.unserved))
 
@@ -134,7 +137,7 @@ class _Asked(NamedTuple):
         architecture: str,
         tp_size: int,
         units: list[CompileUnit],
-        refusal: str = "no kernel here is compiled for it",
+        refusal: str = _NOT_COMPILED,
     ) -> None:
         on = f"{what} on {architecture}, TP %s"
         for unit in units:
@@ -183,7 +186,7 @@ def _workloads(
             max_query_tokens=max_query_tokens,
             deterministic=config.batch_invariant,
         )
-        yield kind, workload, "no kernel here is compiled for it"
+        yield kind, workload, _NOT_COMPILED
 
 
 def on_one_device(config: AttentionConfig, tp_size: int) -> AttentionConfig:
@@ -197,10 +200,17 @@ def on_one_device(config: AttentionConfig, tp_size: int) -> AttentionConfig:
     return replace(config, num_q_heads=q_heads // tp_size, num_kv_heads=max(1, kv_heads // tp_size))
 
 
-def _indexer(model: Mapping[str, Any]) -> IndexerWorkload | None:
-    """The sparse-attention indexer of a model that has one; it is not divided among devices."""
+def _indexers(model: Mapping[str, Any]) -> Iterable[tuple[str, IndexerWorkload | None, str]]:
+    """(words, what it asks for, why it is not served) of the sparse-attention indexer of a model
+    that has one; it is not divided among devices."""
     text = text_of(model)
-    heads, size = text.get("index_n_heads"), text.get("index_head_dim")
+    heads, size, model_type = (
+        text.get(name) for name in ("index_n_heads", "index_head_dim", "model_type")
+    )
     if heads is None or size is None:
-        return None
-    return IndexerWorkload(heads, size, dtype_of(text))
+        return
+    what = f"indexer ({heads} heads of {size})"
+    if model_type in _INDEXER_MODELS:
+        yield what, IndexerWorkload(heads, size, dtype_of(text)), _NOT_COMPILED
+    else:
+        yield what, None, f"that of model_type {model_type!r} is not known here"

@@ -48,8 +48,8 @@ def read_manifest(library: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads(_content(library.with_suffix(".json")).decode("utf-8"))
-        parameters = json.dumps(manifest["parameters"], sort_keys=True, separators=(",", ":"))
         texts = {name: manifest[name] for name in _TEXTS}
+        key = _key_of(manifest)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except (KeyError, TypeError) as error:
@@ -57,10 +57,14 @@ def read_manifest(library: Path) -> dict[str, Any]:
     for name, text in texts.items():
         if not isinstance(text, str):
             raise ValueError(f"{name}: got {text!r}, no string")
-    key = CompileKey(texts["name"], parameters, texts["target"], texts["sources"])
     if texts["digest"] != key.digest:
         raise ValueError("its digest is not that of its parameters")
     return manifest
+
+
+def _key_of(manifest: dict[str, Any]) -> CompileKey:
+    parameters = json.dumps(manifest["parameters"], sort_keys=True, separators=(",", ":"))
+    return CompileKey(manifest["name"], parameters, manifest["target"], manifest["sources"])
 
 
 def _content(path: Path) -> bytes:
@@ -128,7 +132,7 @@ def distrusted_library(library: Path) -> str | None:
 
 
 def problem_with(library: Path, key: CompileKey | None = None) -> str | None:
-    """Why a library must not be loaded (as ``key``'s, where one is given), or None."""
+    """Why a library must not be loaded (as ``key``'s, or as that of its name), or None."""
     try:
         reason = distrusted_library(library)
         if reason is not None:
@@ -137,7 +141,11 @@ def problem_with(library: Path, key: CompileKey | None = None) -> str | None:
         checksum = sha256(library)
     except (OSError, ValueError) as error:
         return f"no readable manifest or library ({type(error).__name__}: {error})"
-    if key is not None and manifest["digest"] != key.digest:
+    if key is None:
+        ours = library.name.startswith(f"{_key_of(manifest).file_stem}-")
+    else:
+        ours = manifest["digest"] == key.digest
+    if not ours:
         return "its manifest is that of another kernel"
     if manifest["sha256"] != checksum:
         return "its checksum is not the manifest's"

@@ -38,10 +38,17 @@ def _is_ours(path: Path) -> bool:
     return re.search(r"-sm_\w+-[0-9a-f]{16}-dsl[\w.]+_ffi[\w.]+$", path.stem) is not None
 
 
+def _is_lone(path: Path) -> bool:
+    """Whether it is a kernel's manifest without the library."""
+    library = path.with_suffix(".so")
+    return path.suffix == ".json" and _is_ours(path) and not os.path.lexists(library)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A kernel in a store. problem: why it would not be loaded, or None. manifest: None then.
 
+    path: its library, or its manifest where there is no library.
     distrusted: the problem is who owns it or can write it; its contents may be whole.
     """
 
@@ -227,6 +234,10 @@ class Store:
         """
         found = []
         for path in (self.directory / name for name in self._names()):
+            if _is_lone(path):
+                status = path.lstat()
+                problem = "its library is missing"
+                found.append(Entry(path, None, problem, False, status.st_size, status.st_mtime))
             if path.suffix != ".so" or not _is_ours(path):
                 continue
             problem = libraries.problem_with(path)
@@ -242,25 +253,17 @@ class Store:
         return found
 
     def leftovers(self) -> list[Path]:
-        """What crashes left: scratch directories that nobody uses any more, lone manifests.
+        """What crashes left: scratch directories that nobody uses any more.
 
         Raises:
             OSError: as `entries`.
         """
         now, paths = time.time(), [self.directory / name for name in self._names()]
-        scratch = [
+        return [
             path
             for path in paths
             if path.name.startswith(".building-") and now - path.lstat().st_mtime > _LEFTOVER_S
         ]
-        lone = [
-            path
-            for path in paths
-            if path.suffix == ".json"
-            and _is_ours(path)
-            and not os.path.lexists(path.with_suffix(".so"))
-        ]
-        return sorted(scratch + lone)
 
     def remove(self, path: Path) -> None:
         """Delete an entry or a leftover; a process that has the library loaded keeps it.

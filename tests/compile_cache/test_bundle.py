@@ -209,6 +209,18 @@ def test_another_kernels_library_is_refused(copy):
         library(copy).with_suffix(suffix).rename(path.with_suffix(suffix))
     with pytest.warns(RuntimeWarning, match="its manifest is that of another kernel"):
         assert bundle.find(other) is None
+    (entry,) = Store(copy).entries()
+    assert entry.problem == "its manifest is that of another kernel" and entry.manifest is None
+
+
+def test_a_manifest_without_its_library_is_an_entry(copy):
+    path = library(copy)
+    path.unlink()
+    (entry,) = Store(copy).entries()
+    assert entry.path == path.with_suffix(".json") and entry.problem == "its library is missing"
+    assert not entry.distrusted and Store(copy).leftovers() == []
+    Store(copy).remove(entry.path)
+    assert Store(copy).entries() == []
 
 
 def test_another_tvm_ffi_is_refused(copy):

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from cute_kernels.compile import store
 from cute_kernels.compile.key import Toolchain, installed_toolchain
+from kvcache import doctor
 from kvcache.cli import main
 from kvcache.warmup import plan_warmup
 from tests.kvcache.helpers import CONFIGS
@@ -215,6 +216,45 @@ def test_verify_and_prune_find_what_is_broken(copy):
     assert loaded("cache", "verify", copy)[0] == 0
 
 
+def swap_names(folder: Path) -> set[str]:
+    """Each of two kernels, library and manifest, gets the name of the other."""
+    first, second = sorted(folder.glob("*.so"))[:2]
+    for suffix in (".so", ".json"):
+        one, other = first.with_suffix(suffix), second.with_suffix(suffix)
+        kept = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+    return {str(first), str(second)}
+
+
+def lose_a_library(folder: Path) -> set[str]:
+    victim = sorted(folder.glob("*.so"))[0]
+    victim.unlink()
+    return {str(victim.with_suffix(".json"))}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    (
+        (swap_names, "its manifest is that of another kernel"),
+        (lose_a_library, "its library is missing"),
+    ),
+)
+def test_what_no_call_can_load_is_bad(copy, monkeypatch, spoil, why):
+    spoiled = spoil(copy)
+    code, report = loaded("cache", "verify", copy)
+    assert code == 1 and {row["path"] for row in report["bad"]} == spoiled
+    assert {row["state"] for row in report["bad"]} == {why} and report["problems"] == []
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(copy))
+    finding = list(doctor._directories())[-1]
+    assert finding.check == "bundle" and finding.status == "broken"
+    assert f"{len(spoiled)} of {planned()} kernels are refused: {why}" in finding.found
+    _, removed = loaded("cache", "prune", copy)
+    assert removed == [{"path": path, "why": why} for path in sorted(spoiled)]
+    assert loaded("cache", "verify", copy)[0] == 0
+    assert len(list(copy.glob("*.json"))) == planned() - len(spoiled)
+
+
 def test_prune_removes_what_no_call_asks_for(copy, user_cache, monkeypatch):
     """From the user's cache. A bundle may serve hosts with another compiler or version."""
     newer = Toolchain("9.9.9", installed_toolchain().tvm_ffi)
@@ -320,6 +360,20 @@ def test_ls_says_what_is_wrong_in_a_narrow_terminal(copy):
     victim = sorted(copy.glob("*.so"))[0]
     victim.with_suffix(".json").unlink()
     assert "no readable" in " ".join(run("cache", "ls", copy).output.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        ("warmup", *ONE, "--workers", "0"),
+        ("warmup", "--model", "no/such/file"),
+        ("cache", "verify", "no/such/folder"),
+        ("doctor", "--frobnicate"),
+    ),
+)
+def test_wrong_usage_is_said_on_stderr_only(arguments):
+    done = run(*arguments, "--json")
+    assert done.exit_code == 2 and done.stdout == "" and "Error: " in done.stderr
 
 
 def test_commands_need_no_torch_and_no_dsl():

@@ -106,15 +106,19 @@ def test_images_are_bidirectional_unless_none_are_sent():
     assert "bidirectional spans" in reason
     gemma_4 = load("gemma-4-defaults")
     gemma_4["text_config"]["use_bidirectional_attention"] = "vision"
-    for model in (gemma_4, load("gemma-3-4b")):
+    # Gemma-4's full layers are causal among an image's tokens too.
+    for model, types in (
+        (gemma_4, {"sliding_attention"}),
+        (load("gemma-3-4b"), {"sliding_attention", "full_attention"}),
+    ):
         with_images, text_only = (
-            [kind.config.bidirectional_spans for kind in found]
+            {kind.name for kind in found if kind.config.bidirectional_spans}
             for found in (
                 layer_kinds(model, "fp8", "sm_90a"),
                 layer_kinds(model, "fp8", "sm_90a", text_only=True),
             )
         )
-        assert all(with_images) and not any(text_only)
+        assert with_images == types and not text_only
     gemma_4["text_config"]["use_bidirectional_attention"] = "all"
     found = layer_kinds(gemma_4, "fp8", "sm_90a", text_only=True)
     assert all(kind.config.bidirectional_spans for kind in found)
@@ -126,9 +130,10 @@ def test_where_images_are_all_that_stands_in_the_way_nothing_else_is_said(kv_cac
     model = load("gemma-4-31b")
     found = layer_kinds(model, kv_cache_dtype, "sm_90a")
     assert {kind.config.head_size for kind in found} == {256, 512}
-    assert {kind.why_unserved() for kind in found} == {
-        "the tokens of an image see each other (bidirectional spans), which no kernel implements; "
-        "served without images: --text-only, or text_only=True"
+    assert {kind.name: kind.why_unserved() for kind in found} == {
+        "sliding_attention": "the tokens of an image see each other (bidirectional spans), which "
+        "no kernel implements; served without images: --text-only, or text_only=True",
+        "full_attention": None,
     }
     text = layer_kinds(model, kv_cache_dtype, "sm_90a", text_only=True)
     assert {kind.why_unserved() for kind in text} == {None}

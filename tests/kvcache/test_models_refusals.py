@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from kvcache.cli import main
 from kvcache.models import layer_kinds
+from kvcache.warmup import plan_warmup
 
 PLAIN = {
     "num_hidden_layers": 32,
@@ -108,3 +109,91 @@ def test_names_of_layers_are_not_markup(tmp_path):
 def test_a_file_of_brackets_is_refused(tmp_path):
     done = explained(tmp_path, "[" * 100_000)
     assert done.exit_code == 1 and "Error" in done.output and done.exception.code == 1
+
+
+OF_LAYERS = {
+    **PLAIN,
+    "num_hidden_layers": 4,
+    "head_dim": 128,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3],
+}
+
+
+def heads(**fields):
+    return {
+        kind.name: (kind.layers, kind.config.num_q_heads, kind.config.num_kv_heads)
+        for kind in layer_kinds({**OF_LAYERS, **fields}, "fp8", "sm_90a")
+    }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "laguna", "num_attention_heads": 96,
+         "num_attention_heads_per_layer": [96, 32, 32, 32]},
+        {"model_type": "step3p5", "num_attention_heads": 96, "num_sliding_attention_heads": 32},
+        # As transformers saves it.
+        {"model_type": "step3p5", "num_attention_heads": 96, "num_sliding_attention_heads": 32,
+         "per_layer_config": {str(layer): {"num_attention_heads": 32} for layer in (1, 2, 3)}},
+    ],
+)  # fmt: skip
+def test_layers_may_have_heads_of_their_own_number(fields):
+    assert heads(**fields) == {
+        "full_attention": ((0,), 96, 8),
+        "sliding_attention": ((1, 2, 3), 32, 8),
+    }
+    model = {**OF_LAYERS, **fields}
+    found = plan_warmup(model, ["sm_90a"], "fp8", max_query_tokens=1)
+    decode = [unit.config for unit in found.compile_units if unit.kernel == "decode_sm90"]
+    assert {config.rows for config in decode} == {8, 16}
+
+
+def test_layers_of_one_type_may_differ():
+    found = heads(model_type="laguna", num_key_value_heads_per_layer=[8, 8, 4, 4])
+    assert found == {
+        "full_attention": ((0,), 32, 8),
+        "sliding_attention[1]": ((1,), 32, 8),
+        "sliding_attention[2]": ((2, 3), 32, 4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"num_attention_heads_per_layer": [32, 32]}, "num_attention_heads_per_layer"),
+        ({"num_attention_heads_per_layer": 32}, "num_attention_heads_per_layer"),
+        ({"num_attention_heads_per_layer": [32, 0, 32, 32]}, r"num_attention_heads_per_layer\[1\]"),
+        ({"num_attention_heads_per_layer": [32, 64, 32, 32], "num_sliding_attention_heads": 16},
+         r"num_attention_heads_per_layer\[1\]: got 64; another field has 16"),
+        ({"num_attention_heads_per_layer": [32, 64, 64, 64],
+          "per_layer_config": {"1": {"num_attention_heads": 32}}},
+         "per_layer_config.*num_attention_heads: got 32; another field has 64"),
+        ({"num_sliding_attention_heads": "64"}, "num_sliding_attention_heads"),
+        ({"head_dim_per_layer": [128, 64, 64, 64]}, "head_dim_per_layer"),
+        ({"per_layer_head_dim": [128, 64, 64, 64]}, "per_layer_head_dim"),
+        ({"num_query_heads_per_layer": [32] * 4}, "num_query_heads_per_layer"),
+        ({"num_sliding_key_value_heads": 4}, "num_sliding_key_value_heads"),
+        ({"swa_num_attention_heads": 64}, "swa_num_attention_heads"),
+        ({"swa_head_dim": 192}, "swa_head_dim"),
+        ({"swa_v_head_dim": 128}, "swa_v_head_dim"),
+        ({"attention_other_setting": {"num_attention_heads": 96}}, "attention_other_setting"),
+    ],
+)  # fmt: skip
+def test_heads_of_single_layers_that_are_not_known_are_refused(fields, name):
+    with pytest.raises(ValueError, match=f"^{name}"):
+        heads(model_type="laguna", **fields)
+
+
+def test_heads_that_are_those_of_all_layers_are_not_refused():
+    same = {
+        "head_dim_per_layer": [128] * 4,
+        "swa_head_dim": 128,
+        "swa_num_key_value_heads": 8,
+        "num_attention_heads_per_layer": [32] * 4,
+        "hidden_size_per_layer_input": 256,
+        "num_local_experts": 8,
+        "swa_num_attention_heads": None,
+    }
+    assert heads(model_type="laguna", **same) == heads(model_type="laguna")
+    no_window = {"layer_types": ["full_attention"] * 4, "swa_head_dim": 64}
+    assert heads(model_type="laguna", **no_window) == {"full_attention": ((0, 1, 2, 3), 32, 8)}

@@ -187,10 +187,26 @@ def test_query_dtypes():
 
 
 def test_images_are_not_forgotten():
-    found = plan("gemma-4-31b", text_only=False)
+    found = plan("gemma-3-4b", text_only=False)
     assert found.units == ()
     assert len(found.unserved) == 2 and all("bidirectional" in line for line in found.unserved)
     assert all(line.endswith("--text-only, or text_only=True") for line in found.unserved)
+
+
+def test_layers_that_are_causal_among_an_images_tokens_are_planned():
+    """Gemma-4's full ones."""
+    found = plan("gemma-4-31b", text_only=False)
+    (line,) = found.unserved
+    assert line.startswith("sliding_attention (50 layers)") and "bidirectional" in line
+    assert {planned.unit.config.head_size for planned in decode_units(found)} == {512}
+    kernels = {planned.unit.kernel for planned in found.units}
+    assert {"decode_sm90", "prefill_sm90", "store_sm90", "store_claim"} <= kernels
+    full = {
+        planned.unit
+        for planned in plan("gemma-4-31b").units
+        if any(reason.startswith("full_attention") for reason in planned.reasons)
+    }
+    assert {planned.unit for planned in found.units} == full
 
 
 def test_architectures_without_kernels_are_named_and_stop_nothing():
@@ -224,6 +240,20 @@ def test_an_indexer_that_no_kernel_is_for_is_named():
         found = plan_warmup({**model, **change}, ["sm_90a"], "fp8")
         (line,) = [line for line in found.unserved if line.startswith("indexer (64 heads of")]
         assert "no kernel here is compiled for it" in line
+
+
+@pytest.mark.parametrize("model_type", ("minimax_m3_vl_text", "deepseek_v32", "glm_moe_dsa"))
+def test_fields_of_another_models_indexer_plan_none_of_ours(model_type):
+    model = read_model(CONFIGS / "llama-3.1-8b.json")
+    plain = plan_warmup(model, ["sm_90a"], "fp8")
+    types = {"layer_types": ["full_attention"] * 32, "head_dim": 128}
+    indexer = {"model_type": model_type, "index_n_heads": 64, "index_head_dim": 128, **types}
+    found = plan_warmup({**model, **indexer}, ["sm_90a"], "fp8")
+    assert found.units == plain.units
+    assert found.unserved == (
+        "indexer (64 heads of 128) on sm_90a, TP 1: "
+        f"that of model_type {model_type!r} is not known here",
+    )
 
 
 @pytest.mark.parametrize(
