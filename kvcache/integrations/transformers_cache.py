@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,11 +21,12 @@ class CachedKV(NamedTuple):
 
     layer: PagedKVLayer  # which wrote them
     step: Step
+    restore: Callable[[], None]  # makes the layers what they were before the pass
 
     def take_back(self) -> None:
-        """Forget the step's tokens, which no attention has seen."""
-        if self.layer.length == self.step.kv_len:
-            self.layer.crop(-self.step.q_len)
+        """Forget the pass's tokens, in all layers that have them: it has been refused."""
+        if self.layer.ends_with(self.step):
+            self.restore()
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> CachedKV:
         """Itself: models move what a layer reads of another layer to their own device."""
@@ -39,6 +41,7 @@ class CachedKV(NamedTuple):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copy and pickle look for hooks that need not be there
             raise AttributeError(name)
+        self.take_back()
         raise TypeError(  # attention that takes it for a tensor
             "a PagedKVCache needs register() and a model with attn_implementation='cute_kv' "
             f"(set_attn_implementation); the model's own asked its keys for .{name}"
@@ -107,6 +110,16 @@ class PagedKVLayer(CacheLayerMixin):
                 "keys and values with requires_grad=True: a PagedKVCache has no backward pass; "
                 "accepted under torch.no_grad()"
             )
+        before = self.state()
+        try:
+            step = self._write(key_states, value_states)
+        except BaseException:
+            self.restore(before)
+            raise
+        cached = CachedKV(self, step, functools.partial(self.restore, before))
+        return cached, cached
+
+    def _write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Step:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, _, q_len, _ = key_states.shape
@@ -116,8 +129,20 @@ class PagedKVLayer(CacheLayerMixin):
         self.pages.grow(self.table.num_pages)
         self.pages.write(key_states, value_states, step.slots)
         self.length, self._step = step.kv_len, step
-        cached = CachedKV(self, step)
-        return cached, cached
+        return step
+
+    def ends_with(self, step: Step) -> bool:
+        """Whether the last tokens are those of this step."""
+        return self._step is step and self.length == step.kv_len
+
+    def state(self) -> tuple[Any, ...]:
+        """What `restore` needs to undo the update that follows; the pages' table included, as a
+        sliding window frees pages in an update."""
+        return self.length, self._step, self.table.state()
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        self.length, self._step, table = state
+        self.table.restore(table)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K (rotated, if keys are) and V: float32 (B, n, Hkv, D), scales applied.
@@ -246,6 +271,7 @@ class PagedKVCache(Cache):
                 for index, window in enumerate(windows[:held])
             ]
         )
+        self._before: list[tuple[Any, ...]] = []  # per layer, its state before the last pass
 
     def update(
         self,
@@ -255,14 +281,26 @@ class PagedKVCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[CachedKV, CachedKV]:
-        """`PagedKVLayer.update` of one layer.
+        """`PagedKVLayer.update` of one layer. If it raises, or the attention that is given its
+        result does, no layer has the pass's tokens.
 
         Raises:
             ValueError: at the first layer, a cache whose layers hold unequal numbers of tokens.
         """
         if layer_idx == 0:
             self._check_lengths()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            self._before = [layer.state() for layer in self.layers]
+        try:
+            cached, _ = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except BaseException:
+            self._restore()
+            raise
+        cached = cached._replace(restore=self._restore)
+        return cached, cached
+
+    def _restore(self) -> None:
+        for layer, before in zip(self.layers, self._before, strict=True):
+            layer.restore(before)
 
     def _check_lengths(self) -> None:
         lengths = [layer.length for layer in self.layers]
