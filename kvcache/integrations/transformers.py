@@ -35,9 +35,8 @@ from kvcache.integrations.transformers_cache import (
     CachedKV,
     PagedKVCache,
     PagedKVLayer,
-    read_layers,
-    refuse_latent,
 )
+from kvcache.integrations.transformers_config import read_layers, refuse_latent
 from kvcache.scales import KVScales, check_has_scales, suggest_scales
 
 __all__ = [

@@ -11,7 +11,14 @@ import torch
 import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcache.checks import check_type
+from kvcache.checks import check_type, described
+from kvcache.integrations.transformers_config import (
+    check_heads,
+    check_rotation,
+    read_layers,
+    refuse_latent,
+    sliding_windows,
+)
 from kvcache.paged import PAGE_FORMATS, Pages, PageTable, Step, hadamard
 from kvcache.scales import KVScales
 
@@ -229,7 +236,8 @@ class PagedKVCache(Cache):
 
     Raises:
         ValueError: unknown dtype; a page_size that is no int > 0; scales missing, superfluous, for
-            another dtype or for keys that are otherwise rotated, not one a layer.
+            another dtype, another number of heads or for keys that are otherwise rotated, not one a
+            layer; rotate_keys with a head size that is no power of two.
         TypeError: an argument of another type.
         NotImplementedError: layers that are neither full nor sliding-window attention; latent
             attention (MLA); a model none of whose layers has keys of its own.
@@ -252,7 +260,7 @@ class PagedKVCache(Cache):
             )
         text = config.get_text_config(decoder=True)
         refuse_latent(text)
-        windows = _sliding_windows(text)
+        windows = sliding_windows(text)
         held = sum(index == read for index, read in enumerate(read_layers(text)))
         if (scales is not None) != PAGE_FORMATS[kv_cache_dtype].needs_scales:
             given = "none" if scales is None else "some"
@@ -260,8 +268,10 @@ class PagedKVCache(Cache):
                 f"scales: got {given} for kv_cache_dtype {kv_cache_dtype!r}; quantized dtypes need "
                 "one per layer (calibrate_scales measures them), other dtypes have none"
             )
-        if scales is not None and len(scales) != len(windows):
-            raise ValueError(f"scales: got {len(scales)}; the model has {len(windows)} layers")
+        if scales is not None:
+            _check_scales(scales, text)
+        if rotate_keys:
+            check_rotation(text, held)
         tables = {window: PageTable(page_size, window) for window in set(windows[:held])}
         super().__init__(
             layers=[
@@ -328,56 +338,17 @@ class PagedKVCache(Cache):
         return sum(layer.nbytes for layer in self.layers)
 
 
+def _check_scales(scales: Sequence[KVScales], config: transformers.PreTrainedConfig) -> None:
+    words = "one KVScales per layer, in order; of load_kv_scales' dict: list(d.values())"
+    if isinstance(scales, (str, bytes)) or not isinstance(scales, Sequence):
+        raise TypeError(f"scales: got {described(scales)}; accepted: {words}")
+    if len(scales) != config.num_hidden_layers:
+        raise ValueError(
+            f"scales: got {len(scales)}; the model has {config.num_hidden_layers} layers"
+        )
+    for index, scale in enumerate(scales):
+        check_heads(config, index, check_type(f"scales[{index}]", scale, KVScales, words))
+
+
 def _refuse_offloading() -> NoReturn:
     raise NotImplementedError("the pages of a PagedKVCache stay on their device: no offloading")
-
-
-def refuse_latent(config: transformers.PreTrainedConfig) -> None:
-    """
-    Raises:
-        NotImplementedError: a model with multi-head latent attention.
-    """
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise NotImplementedError(
-            f"kv_lora_rank: got {config.kv_lora_rank}; models with latent attention (MLA) are not "
-            "supported: their keys and values have other head sizes than the pages"
-        )
-
-
-def read_layers(config: transformers.PreTrainedConfig) -> list[int]:
-    """Per layer, whose pages it reads: its own, or, if it is among the last `num_kv_shared_layers`,
-    those of the last layer of its type before them.
-
-    Raises:
-        ValueError: a number of shared layers that cannot be; no layer of a shared one's type.
-        NotImplementedError: all layers, as in drafts that read their target's cache.
-    """
-    count, shared = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", None) or 0
-    if type(shared) is not int or not 0 <= shared <= count:
-        raise ValueError(f"num_kv_shared_layers: got {shared!r}; accepted: an int, 0 to {count}")
-    if shared == count:
-        raise NotImplementedError(
-            f"num_kv_shared_layers: all {count} layers read the cache of another model"
-        )
-    types = getattr(config, "layer_types", None) or [None] * count
-    last = {types[index]: index for index in range(count - shared)}
-    if missing := set(types) - set(last):
-        raise ValueError(
-            f"num_kv_shared_layers: got {shared}; no layer before them is of type "
-            f"{', '.join(sorted(missing))}"
-        )
-    return [*range(count - shared), *(last[types[index]] for index in range(count - shared, count))]
-
-
-def _sliding_windows(config: transformers.PreTrainedConfig) -> list[int | None]:
-    """Per layer, the sliding window or None: how `transformers` reads a decoder's config."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [window] * config.num_hidden_layers
-    known = {"full_attention": None, "sliding_attention": window}
-    if unknown := set(types) - set(known):
-        raise NotImplementedError(
-            f"layer_types: {', '.join(sorted(unknown))}; accepted: {', '.join(known)}"
-        )
-    return [known[name] for name in types]
