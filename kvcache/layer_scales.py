@@ -88,7 +88,8 @@ def restore_scales(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 def sync_host_copies(model: torch.nn.Module) -> list[str]:
     """Make Python floats and host tensors follow the device tensors, after a refit changed those.
 
-    Reads each layer's scales from the device once. Layers without host copies are left so.
+    Reads each layer's scales from the device once. Layers without host copies are left so, and so
+    is a float within the range of its heads' scales; a stale one becomes the largest of them.
 
     Returns:
         The attributes that were stale, with their layers' names.

@@ -10,7 +10,7 @@ codes and block scales.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,6 +96,8 @@ class PageTable:
             ValueError: another batch size than that of the tokens already held, or a `start` whose
                 window has been freed.
         """
+        if start == 0 and len(self._rows) != batch:
+            self.reset()  # pages that hold no token any more
         self._rows = self._rows or [[] for _ in range(batch)]
         if len(self._rows) != batch:
             raise ValueError(f"batch: got {batch}; this cache holds {len(self._rows)} sequences")
@@ -103,8 +105,9 @@ class PageTable:
             return self._last[1]
         self.check_start(start)
         kv_len = start + q_len
-        freed = self._free_before(self._first_key(start) // self.page_size - 1)
+        # In this order: a step that is taken back must not have written to the pages that it freed.
         taken = self._reserve(-(-kv_len // self.page_size))
+        freed = self._free_before(self._first_key(start) // self.page_size - 1)
         if freed or taken:
             columns = max(len(self._rows[0]), self.num_pages // batch)
             padded = [row + [-1] * (columns - len(row)) for row in self._rows]
@@ -122,6 +125,16 @@ class PageTable:
         self._last = (start, q_len), step
         return step
 
+    def state(self) -> tuple[Any, ...]:
+        """What `restore` needs to undo the steps that follow."""
+        return self._rows, self.first_page, self._block_table, self._last
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Be as at the time of `state`, one step or a reset ago. The pools keep their size."""
+        self._rows, self.first_page, self._block_table, self._last = state
+        held = {page for row in self._rows for page in row}
+        self._free = [page for page in range(self.num_pages) if page not in held]
+
     def reset(self) -> None:
         """Free every page. The pools keep their memory."""
         self._free += [page for row in self._rows for page in row[self.first_page :]]
@@ -134,9 +147,8 @@ class PageTable:
     def _free_before(self, page: int) -> bool:
         if page <= self.first_page:
             return False
-        for row in self._rows:
-            self._free += row[self.first_page : page]
-            row[self.first_page : page] = [-1] * (page - self.first_page)
+        self._free += [x for row in self._rows for x in row[self.first_page : page]]
+        self._rows = [[-1] * page + row[page:] for row in self._rows]  # new lists: see `state`
         self.first_page = page
         return True
 
@@ -150,6 +162,7 @@ class PageTable:
             grown = max(needed, 2 * self.num_pages)
             self._free += range(self.num_pages, grown)
             self.num_pages = grown
+        self._rows = [list(row) for row in self._rows]  # new lists: see `state`
         for _ in range(missing):
             for row in self._rows:
                 row.append(self._free.pop())
@@ -341,6 +354,15 @@ def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scaled.isnan(), math.nan, scaled).to(torch.float8_e4m3fn)
 
 
+def check_rotatable(size: int) -> None:
+    """
+    Raises:
+        ValueError: a head size that `hadamard` has no matrix for.
+    """
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"rotated keys: head size {size}; accepted: powers of two")
+
+
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
     """The orthogonal, symmetric Hadamard matrix of Sylvester's construction, float32 (size, size).
 
@@ -348,8 +370,7 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
     the same few places are spread over all of them (FlashAttention-3, arXiv:2407.08608, section
     3.3, treats its FP8 operands so, with random signs besides).
     """
-    if size < 1 or size & (size - 1):
-        raise ValueError(f"rotated keys: head size {size}; accepted: powers of two")
+    check_rotatable(size)
     index = torch.arange(size)
     common = index[:, None] & index[None, :]
     parity = sum((common >> bit) & 1 for bit in range(max(1, size.bit_length() - 1))) % 2

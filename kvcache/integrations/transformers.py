@@ -35,9 +35,8 @@ from kvcache.integrations.transformers_cache import (
     CachedKV,
     PagedKVCache,
     PagedKVLayer,
-    read_layers,
-    refuse_latent,
 )
+from kvcache.integrations.transformers_config import read_layers, refuse_latent
 from kvcache.scales import KVScales, check_has_scales, suggest_scales
 
 __all__ = [
@@ -77,7 +76,7 @@ def _attention(
         _check_supported(module, key, attention_mask, **kwargs)
         return _attend(kernel, query, key, **kwargs), None
     except BaseException:
-        # The layer wrote its tokens before it attended: a second try would write them twice.
+        # This layer and those before it have the pass's tokens: a second try would add them again.
         key.take_back()
         raise
 

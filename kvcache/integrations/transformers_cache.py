@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcache.checks import check_type
+from kvcache.checks import check_type, described
+from kvcache.integrations.transformers_config import (
+    check_heads,
+    check_rotation,
+    read_layers,
+    refuse_latent,
+    sliding_windows,
+)
 from kvcache.paged import PAGE_FORMATS, Pages, PageTable, Step, hadamard
 from kvcache.scales import KVScales
 
@@ -20,11 +28,12 @@ class CachedKV(NamedTuple):
 
     layer: PagedKVLayer  # which wrote them
     step: Step
+    restore: Callable[[], None]  # makes the layers what they were before the pass
 
     def take_back(self) -> None:
-        """Forget the step's tokens, which no attention has seen."""
-        if self.layer.length == self.step.kv_len:
-            self.layer.crop(-self.step.q_len)
+        """Forget the pass's tokens, in all layers that have them: it has been refused."""
+        if self.layer.ends_with(self.step):
+            self.restore()
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> CachedKV:
         """Itself: models move what a layer reads of another layer to their own device."""
@@ -39,6 +48,7 @@ class CachedKV(NamedTuple):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # copy and pickle look for hooks that need not be there
             raise AttributeError(name)
+        self.take_back()
         raise TypeError(  # attention that takes it for a tensor
             "a PagedKVCache needs register() and a model with attn_implementation='cute_kv' "
             f"(set_attn_implementation); the model's own asked its keys for .{name}"
@@ -107,6 +117,16 @@ class PagedKVLayer(CacheLayerMixin):
                 "keys and values with requires_grad=True: a PagedKVCache has no backward pass; "
                 "accepted under torch.no_grad()"
             )
+        before = self.state()
+        try:
+            step = self._write(key_states, value_states)
+        except BaseException:
+            self.restore(before)
+            raise
+        cached = CachedKV(self, step, functools.partial(self.restore, before))
+        return cached, cached
+
+    def _write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Step:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, _, q_len, _ = key_states.shape
@@ -116,8 +136,20 @@ class PagedKVLayer(CacheLayerMixin):
         self.pages.grow(self.table.num_pages)
         self.pages.write(key_states, value_states, step.slots)
         self.length, self._step = step.kv_len, step
-        cached = CachedKV(self, step)
-        return cached, cached
+        return step
+
+    def ends_with(self, step: Step) -> bool:
+        """Whether the last tokens are those of this step."""
+        return self._step is step and self.length == step.kv_len
+
+    def state(self) -> tuple[Any, ...]:
+        """What `restore` needs to undo the update that follows; the pages' table included, as a
+        sliding window frees pages in an update."""
+        return self.length, self._step, self.table.state()
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        self.length, self._step, table = state
+        self.table.restore(table)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K (rotated, if keys are) and V: float32 (B, n, Hkv, D), scales applied.
@@ -204,7 +236,8 @@ class PagedKVCache(Cache):
 
     Raises:
         ValueError: unknown dtype; a page_size that is no int > 0; scales missing, superfluous, for
-            another dtype or for keys that are otherwise rotated, not one a layer.
+            another dtype, another number of heads or for keys that are otherwise rotated, not one a
+            layer; rotate_keys with a head size that is no power of two.
         TypeError: an argument of another type.
         NotImplementedError: layers that are neither full nor sliding-window attention; latent
             attention (MLA); a model none of whose layers has keys of its own.
@@ -227,7 +260,7 @@ class PagedKVCache(Cache):
             )
         text = config.get_text_config(decoder=True)
         refuse_latent(text)
-        windows = _sliding_windows(text)
+        windows = sliding_windows(text)
         held = sum(index == read for index, read in enumerate(read_layers(text)))
         if (scales is not None) != PAGE_FORMATS[kv_cache_dtype].needs_scales:
             given = "none" if scales is None else "some"
@@ -235,8 +268,10 @@ class PagedKVCache(Cache):
                 f"scales: got {given} for kv_cache_dtype {kv_cache_dtype!r}; quantized dtypes need "
                 "one per layer (calibrate_scales measures them), other dtypes have none"
             )
-        if scales is not None and len(scales) != len(windows):
-            raise ValueError(f"scales: got {len(scales)}; the model has {len(windows)} layers")
+        if scales is not None:
+            _check_scales(scales, text)
+        if rotate_keys:
+            check_rotation(text, held)
         tables = {window: PageTable(page_size, window) for window in set(windows[:held])}
         super().__init__(
             layers=[
@@ -246,6 +281,7 @@ class PagedKVCache(Cache):
                 for index, window in enumerate(windows[:held])
             ]
         )
+        self._before: list[tuple[Any, ...]] = []  # per layer, its state before the last pass
 
     def update(
         self,
@@ -255,14 +291,26 @@ class PagedKVCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[CachedKV, CachedKV]:
-        """`PagedKVLayer.update` of one layer.
+        """`PagedKVLayer.update` of one layer. If it raises, or the attention that is given its
+        result does, no layer has the pass's tokens.
 
         Raises:
             ValueError: at the first layer, a cache whose layers hold unequal numbers of tokens.
         """
         if layer_idx == 0:
             self._check_lengths()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            self._before = [layer.state() for layer in self.layers]
+        try:
+            cached, _ = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except BaseException:
+            self._restore()
+            raise
+        cached = cached._replace(restore=self._restore)
+        return cached, cached
+
+    def _restore(self) -> None:
+        for layer, before in zip(self.layers, self._before, strict=True):
+            layer.restore(before)
 
     def _check_lengths(self) -> None:
         lengths = [layer.length for layer in self.layers]
@@ -290,56 +338,17 @@ class PagedKVCache(Cache):
         return sum(layer.nbytes for layer in self.layers)
 
 
+def _check_scales(scales: Sequence[KVScales], config: transformers.PreTrainedConfig) -> None:
+    words = "one KVScales per layer, in order; of load_kv_scales' dict: list(d.values())"
+    if isinstance(scales, (str, bytes)) or not isinstance(scales, Sequence):
+        raise TypeError(f"scales: got {described(scales)}; accepted: {words}")
+    if len(scales) != config.num_hidden_layers:
+        raise ValueError(
+            f"scales: got {len(scales)}; the model has {config.num_hidden_layers} layers"
+        )
+    for index, scale in enumerate(scales):
+        check_heads(config, index, check_type(f"scales[{index}]", scale, KVScales, words))
+
+
 def _refuse_offloading() -> NoReturn:
     raise NotImplementedError("the pages of a PagedKVCache stay on their device: no offloading")
-
-
-def refuse_latent(config: transformers.PreTrainedConfig) -> None:
-    """
-    Raises:
-        NotImplementedError: a model with multi-head latent attention.
-    """
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise NotImplementedError(
-            f"kv_lora_rank: got {config.kv_lora_rank}; models with latent attention (MLA) are not "
-            "supported: their keys and values have other head sizes than the pages"
-        )
-
-
-def read_layers(config: transformers.PreTrainedConfig) -> list[int]:
-    """Per layer, whose pages it reads: its own, or, if it is among the last `num_kv_shared_layers`,
-    those of the last layer of its type before them.
-
-    Raises:
-        ValueError: a number of shared layers that cannot be; no layer of a shared one's type.
-        NotImplementedError: all layers, as in drafts that read their target's cache.
-    """
-    count, shared = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", None) or 0
-    if type(shared) is not int or not 0 <= shared <= count:
-        raise ValueError(f"num_kv_shared_layers: got {shared!r}; accepted: an int, 0 to {count}")
-    if shared == count:
-        raise NotImplementedError(
-            f"num_kv_shared_layers: all {count} layers read the cache of another model"
-        )
-    types = getattr(config, "layer_types", None) or [None] * count
-    last = {types[index]: index for index in range(count - shared)}
-    if missing := set(types) - set(last):
-        raise ValueError(
-            f"num_kv_shared_layers: got {shared}; no layer before them is of type "
-            f"{', '.join(sorted(missing))}"
-        )
-    return [*range(count - shared), *(last[types[index]] for index in range(count - shared, count))]
-
-
-def _sliding_windows(config: transformers.PreTrainedConfig) -> list[int | None]:
-    """Per layer, the sliding window or None: how `transformers` reads a decoder's config."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [window] * config.num_hidden_layers
-    known = {"full_attention": None, "sliding_attention": window}
-    if unknown := set(types) - set(known):
-        raise NotImplementedError(
-            f"layer_types: {', '.join(sorted(unknown))}; accepted: {', '.join(known)}"
-        )
-    return [known[name] for name in types]

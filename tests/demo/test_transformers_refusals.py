@@ -16,6 +16,7 @@ from kvcache.integrations.transformers import (  # noqa: E402 - needs transforme
     forward,
     register,
 )
+from kvcache.scales import KVScales  # noqa: E402
 from tests.demo import models  # noqa: E402
 
 NEW = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
@@ -111,3 +112,49 @@ def test_positions_may_begin_elsewhere():
     forward(model, ids, cache, position_ids=torch.arange(100, 108)[None])
     assert cache.get_seq_length() == 8
     assert len(calibrate_scales(model, ids)) == 2
+
+
+def test_scales_of_other_heads_in_one_layer():
+    """At the first pass they would be found after the layers before have stored its tokens."""
+    config = models.llama().config
+    scales = [KVScales(0.1, 0.1, "fp8"), KVScales((0.1,) * 3, (0.1,) * 3, "fp8")]
+    with pytest.raises(ValueError, match=r"scales\[1\]: got those of 3 heads; accepted: .* 2, one"):
+        PagedKVCache(config, "fp8", scales)
+    PagedKVCache(config, "fp8", [scales[0], KVScales((0.1, 0.2), 0.1, "fp8")])
+
+
+def test_scales_of_more_heads_than_a_layer_has():
+    """The config has layers of two head counts: only the pass knows which layer has which."""
+    model, ids = loaded(models.gemma4), models.tokens(1, 8)
+    model.config.num_global_key_value_heads = 2
+    scales = [KVScales(0.1, 0.1, "fp8")] * 4
+    scales[1] = KVScales((0.1, 0.1), (0.1, 0.1), "fp8")
+    cache = PagedKVCache(model.config, "fp8", scales)
+    with pytest.raises(ValueError, match="scales: got .* accepted: 1 number"):
+        forward(model, ids, cache)
+    assert [layer.length for layer in cache.layers] == [0, 0]
+    assert cache.nbytes == 0
+
+
+@pytest.mark.parametrize("sizes", ({"global_head_dim": 96}, {"head_dim": 48}))
+def test_head_sizes_that_cannot_be_rotated(sizes):
+    config = models.gemma4().config
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    with pytest.raises(
+        ValueError, match="rotated keys: head size (96|48); accepted: powers of two"
+    ):
+        PagedKVCache(config, rotate_keys=True)
+    PagedKVCache(config)
+
+
+def test_scales_by_name():
+    """What load_kv_scales returns has an order, but says so only by its layers' names."""
+    config = models.llama().config
+    found = {f"model.layers.{index}": KVScales(0.1, 0.1, "fp8") for index in range(2)}
+    for wrong in (found, iter(found.values()), "ab"):
+        with pytest.raises(TypeError, match=r"scales: got .*list\(d\.values\(\)\)"):
+            PagedKVCache(config, "fp8", wrong)
+    with pytest.raises(TypeError, match=r"scales\[0\]: got a str; .*list\(d\.values\(\)\)"):
+        PagedKVCache(config, "fp8", list(found))
+    PagedKVCache(config, "fp8", list(found.values()))
