@@ -110,7 +110,7 @@ def parse(instructions: list[str]) -> Code:
             reading = True
         elif opcode.startswith("FENCE.VIEW.ASYNC"):
             reading = False
-        elif opcode.startswith("SYNCS.ARRIVE") and opcode.endswith("A1T0"):
+        elif opcode.startswith("SYNCS.ARRIVE") and opcode.endswith(("A1T0", "ART0")):
             arrivals += 1
             unfenced += reading
     text = "\n".join(instructions)
