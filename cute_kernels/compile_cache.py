@@ -98,11 +98,11 @@ def warmup(
 def _compile_missing(units: tuple[CompileUnit, ...], workers: int | None) -> None:
     """Compile in parallel what is worth several processes; the rest is `launcher`'s, which names
     what cannot be compiled and where it was looked for."""
-    missing = [unit for unit in units if not bundle.has(unit.key)]
-    cannot = obtain.STATE.frozen is not None or obtain.installed_toolchain() is None
-    if len(missing) < 2 or cannot:
+    # First: checking what is there reads all of it, and a server without a compiler loads it next.
+    if obtain.STATE.frozen is not None or obtain.installed_toolchain() is None:
         return
-    store = obtain.writable_store()
+    missing = [unit for unit in units if not bundle.has(unit.key)]
+    store = obtain.writable_store() if len(missing) > 1 else None
     if store is None:
         return
     for unit in missing:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cute_kernels.compile import library as libraries
 from cute_kernels.compile.errors import warn_once
 from cute_kernels.compile.key import CompileKey, installed_toolchain
 from cute_kernels.compile.store import Store
 from cute_kernels.env import bundle_directories, cache_directory
+
+Found = TypeVar("Found")
 
 OTHER_SOURCES = (
     "built from other sources of cute_kernels than those installed, so it is not used; build the "
@@ -47,25 +49,7 @@ def find(key: CompileKey) -> Callable[..., Any] | None:
     or loaded is passed over, with one warning; so is a bundle that cannot be read, and one warning
     says that a bundle has the kernel from other sources only.
     """
-    _warn_of_closed()
-    for path in _candidates(key):
-        launch = load_or_warn(path, key)
-        if launch is not None:
-            return launch
-    _warn_of_other_sources(key)
-    return None
-
-
-def _warn_of_closed() -> None:
-    for directory in bundle_directories():
-        problem = Store(directory).problem()
-        if problem is not None:
-            warn_once(("bundle", directory), f"CUTE_KERNELS_BUNDLE: {problem}")
-
-
-def _warn_of_other_sources(key: CompileKey) -> None:
-    for path in of_other_sources(key):
-        warn_once(("other sources", path.parent), f"{path}: {OTHER_SOURCES}")
+    return _first(key, load_or_warn)
 
 
 def has(key: CompileKey) -> bool:
@@ -75,13 +59,21 @@ def has(key: CompileKey) -> bool:
 
 def locate(key: CompileKey) -> Path | None:
     """The library that `find` would load first, or None after the warnings that `find` gives."""
-    _warn_of_closed()
+    return _first(key, lambda path, key: path if _is_sound_or_warn(path, key) else None)
+
+
+def _first(key: CompileKey, take: Callable[[Path, CompileKey], Found | None]) -> Found | None:
+    """What `take` makes of the first candidate that it makes something of."""
+    for directory in bundle_directories():
+        problem = Store(directory).problem()
+        if problem is not None:
+            warn_once(("bundle", directory), f"CUTE_KERNELS_BUNDLE: {problem}")
     for path in _candidates(key):
-        problem = libraries.problem_with(path, key)
-        if problem is None:
-            return path
-        warn_once(path, f"{path}: not loaded: {problem}")
-    _warn_of_other_sources(key)
+        found = take(path, key)
+        if found is not None:
+            return found
+    for path in of_other_sources(key):
+        warn_once(("other sources", path.parent), f"{path}: {OTHER_SOURCES}")
     return None
 
 
@@ -99,11 +91,21 @@ def _candidates(key: CompileKey) -> Iterator[Path]:
 
 def load_or_warn(path: Path, key: CompileKey) -> Callable[..., Any] | None:
     """The launch function of a library, or None after one warning that says what is wrong."""
+    if not _is_sound_or_warn(path, key):
+        return None
+    try:
+        return libraries.load(path)
+    except (RuntimeError, OSError, AttributeError, ValueError) as error:
+        _warn_not_loaded(path, str(error))
+        return None
+
+
+def _is_sound_or_warn(path: Path, key: CompileKey) -> bool:
     problem = libraries.problem_with(path, key)
-    if problem is None:
-        try:
-            return libraries.load(path)
-        except (RuntimeError, OSError, AttributeError, ValueError) as error:
-            problem = str(error)
+    if problem is not None:
+        _warn_not_loaded(path, problem)
+    return problem is None
+
+
+def _warn_not_loaded(path: Path, problem: str) -> None:
     warn_once(path, f"{path}: not loaded: {problem}")
-    return None

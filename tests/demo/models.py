@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
 
 from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
+from kvcache.integrations.transformers import PagedKVCache
 
 VOCABULARY = 97
 WINDOW = 24
@@ -69,6 +71,18 @@ def gemma4(num_kv_shared_layers: int = 2, **fields: Any) -> Gemma4ForCausalLM:
 
 
 MODELS = {"llama": llama, "gemma": gemma}
+
+
+def loaded(make: Callable[[], torch.nn.Module] = llama) -> torch.nn.Module:
+    """A model that attends by ``cute_kv``, once that is registered."""
+    model = make()
+    model.set_attn_implementation("cute_kv")
+    return model
+
+
+def lengths(cache: PagedKVCache) -> list[int]:
+    """Of a paged cache, the tokens that each layer holds."""
+    return [layer.length for layer in cache.layers]
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:

@@ -16,6 +16,7 @@ from kvcache.integrations.transformers import (  # noqa: E402 - needs transforme
     register,
 )
 from tests.demo import models  # noqa: E402
+from tests.demo.models import lengths, loaded  # noqa: E402
 
 LENGTH = 100
 TOLERANCE = 0.01  # relative error of the logits of an unquantized cache; measured: 0.0055
@@ -24,16 +25,6 @@ TOLERANCE = 0.01  # relative error of the logits of an unquantized cache; measur
 @pytest.fixture(autouse=True)
 def _registered():
     register("cute_kv", models.reference)
-
-
-def loaded(make=models.llama):
-    model = make()
-    model.set_attn_implementation("cute_kv")
-    return model
-
-
-def lengths(cache: PagedKVCache) -> list[int]:
-    return [layer.length for layer in cache.layers]
 
 
 def eager_logits(model, ids: torch.Tensor) -> torch.Tensor:

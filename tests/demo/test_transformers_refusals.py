@@ -18,6 +18,7 @@ from kvcache.integrations.transformers import (  # noqa: E402 - needs transforme
 )
 from kvcache.scales import KVScales  # noqa: E402
 from tests.demo import models  # noqa: E402
+from tests.demo.models import loaded  # noqa: E402
 
 NEW = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
 
@@ -27,12 +28,6 @@ def _registered():
     register("cute_kv", models.reference)
     with torch.no_grad():
         yield
-
-
-def loaded(make=models.llama):
-    model = make()
-    model.set_attn_implementation("cute_kv")
-    return model
 
 
 @pytest.mark.parametrize("wrong", (0, -1, 2.5, "64", True, None))

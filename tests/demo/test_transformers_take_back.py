@@ -15,6 +15,7 @@ from kvcache.integrations.transformers import (  # noqa: E402 - needs transforme
     register,
 )
 from tests.demo import models  # noqa: E402
+from tests.demo.models import lengths, loaded  # noqa: E402
 
 HELD, LENGTH = 60, 80
 PAGE = 8
@@ -25,16 +26,6 @@ def _registered():
     register("cute_kv", models.reference)
     with torch.no_grad():
         yield
-
-
-def loaded(make=models.llama):
-    model = make()
-    model.set_attn_implementation("cute_kv")
-    return model
-
-
-def lengths(cache: PagedKVCache) -> list[int]:
-    return [layer.length for layer in cache.layers]
 
 
 def single_layer() -> torch.nn.Module:
