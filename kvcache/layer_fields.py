@@ -21,8 +21,6 @@ _PER_LAYER_ELSEWHERE = {
     "top_k_experts",
 }
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
-
-
 # Lists with a field's value of each layer.
 _LISTS = {
     "num_attention_heads_per_layer": "num_attention_heads",

@@ -10,12 +10,11 @@ DIR already is not compiled again.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import click
 
-from cute_kernels.compile.build import build
+from cute_kernels.compile.build import build, matching
 from cute_kernels.compile.plans import CompileUnit, all_units
 from cute_kernels.compile.pool import default_workers
 from perf.baselines.loader import loader_config
@@ -44,10 +43,7 @@ def units() -> list[CompileUnit]:
 @click.option("--match", default="", help="Regular expression on variant names.")
 @click.option("--workers", default=default_workers, type=click.IntRange(min=1))
 def main(out: Path, match: str, workers: int) -> None:
-    chosen = [unit for unit in units() if re.search(match, unit.config.name)]
-    if not chosen:
-        raise click.ClickException(f"--match {match!r}: no variant has such a name")
-    build(chosen, out, workers)
+    build(matching(units(), match), out, workers)
 
 
 if __name__ == "__main__":

@@ -35,20 +35,29 @@ def main(out: Path, target: tuple[str, ...], match: str, workers: int) -> None:
     unknown = [each for each in target if each not in known]
     if unknown:
         raise click.BadParameter(f"{unknown[0]!r}; accepted: {', '.join(known)}")
-    try:
-        wanted = re.compile(match)
-    except re.error as error:
-        raise click.BadParameter(f"--match {match!r}: {error}") from error
-    units = [unit for unit in all_units(target or None) if wanted.search(unit.config.name)]
-    if not units:
-        raise click.ClickException(f"--match {match!r}: no variant has such a name")
-    build(units, out, workers)
+    build(matching(all_units(target or None), match), out, workers)
 
 
 def print_any_path() -> None:
     """Let paths that are no UTF-8 be printed, as the bytes that they are."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="surrogateescape")
+
+
+def matching(units: Sequence[CompileUnit], match: str) -> list[CompileUnit]:
+    """The units whose variants' names have a match of a regular expression.
+
+    Raises:
+        click.BadParameter: it is none. click.ClickException: no name has one.
+    """
+    try:
+        wanted = re.compile(match)
+    except re.error as error:
+        raise click.BadParameter(f"--match {match!r}: {error}") from error
+    found = [unit for unit in units if wanted.search(unit.config.name)]
+    if not found:
+        raise click.ClickException(f"--match {match!r}: no variant has such a name")
+    return found
 
 
 def build(units: Sequence[CompileUnit], out: Path, workers: int) -> None:
