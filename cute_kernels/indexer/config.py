@@ -31,15 +31,13 @@ WARP_CHANNELS = 32 * LANE_CHANNELS
 # threads that then join four parts of a channel each meet no bank conflicts.
 JOIN_ROW_BYTES = 4 * (WARP_CHANNELS + 8)
 JOINED_WARPS = 4
-# Calls of up to this many tokens look for repeated slots in the kernel itself; longer ones are
-# preceded by a launch of `IndexerClaimConfig`.
-SCANNED_TOKENS = 16384
 # In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row,
 # and a flag. And a byte for each of so many low parts of slots, a power of two.
 ENTRY_BYTES, FLAG_BYTES, MARKS = 16, 4, 8192
-# While a CTA looks for repeated slots, chunks of so many tokens' are in shared memory, so many at a
-# time.
-SCAN_TOKENS, SCAN_STAGES, SLOT_BYTES = 1024, 4, 8
+# Calls of up to `SCANNED_TOKENS` look for repeated slots in the kernel itself: so many chunks of so
+# many tokens' are in shared memory. Longer calls are preceded by a launch of `IndexerClaimConfig`.
+SCAN_TOKENS, SCAN_STAGES, SLOT_BYTES = 2048, 4, 8
+SCANNED_TOKENS = SCAN_STAGES * SCAN_TOKENS
 # Shared memory of an SM; each CTA takes 1 KiB more than it asks for.
 _SM_SHARED_BYTES, _CTA_SHARED_BYTES = 228 * 1024, 1024
 
@@ -135,14 +133,18 @@ class IndexerKConfig:
         return rows * JOIN_ROW_BYTES // 4 + self.vectors * WARP_CHANNELS
 
     @property
+    def ring_bytes(self) -> int:
+        """The chunks of slots, and later what warps join."""
+        return max(4 * self.join_floats, SCAN_STAGES * SCAN_TOKENS * SLOT_BYTES)
+
+    @property
     def list_bytes(self) -> int:
-        """The list of rows (`rows.Memory`) but for barriers."""
-        ring = SCAN_STAGES * SCAN_TOKENS * SLOT_BYTES
-        return (ENTRY_BYTES + FLAG_BYTES) * self.threads + MARKS + 16 + ring
+        """The list of rows (`rows.Memory`) but for ring and barriers."""
+        return (ENTRY_BYTES + FLAG_BYTES) * self.threads + MARKS + 16
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * self.join_floats + self.list_bytes + 8 * SCAN_STAGES
+        return self.ring_bytes + self.list_bytes + 8 * SCAN_STAGES
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class IndexerK(Compressor):
         cache: Cache,
     ):
         shared, full = self.allocate()
-        memory = self.rows.memory(shared + 4 * self.config.join_floats, full)
+        memory = self.rows.memory(shared, full)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         slots = mSlots.iterator.toint()
@@ -140,29 +140,37 @@ class IndexerK(Compressor):
         if first + tid < end:
             self.rows.prefetch(slots, tokens, first + tid)
         self.rows.begin(memory)
+        # In this order: what is launched now may read what the kernels before this one wrote.
+        # Behind `ClaimRows`, which waited for them, `owns` waits for it, and the end below.
         if tokens.owner == 0:
-            # In this order: what is launched now may read what the kernels before this one wrote.
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-        # Else `ClaimRows`, the kernel before, has waited for them, and `owns` waits for it.
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         chunk, warp = Int32(0), self.independent_warp()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
-            count, later = self.rows.gather(slots, tokens, memory, start, end, chunk)
-            scan = partial(self.rows.scan, slots, tokens, memory, later, count)
-            if tokens.owner == 0 and count > 0:
+            later = self.rows.later(slots, tokens, start, end, chunk)
+            if tokens.owner == 0:
                 self.rows.fetch(slots, memory, later)
                 chunk = chunk + later.chunks
-                if warp >= count:
-                    scan()
-                    cute.arch.sync_threads()
+            count, edge = self.rows.gather(slots, tokens, memory, start, end, later)
+            scan = partial(self.rows.scan, slots, tokens, memory, later, edge, count)
+            # Without rows too: copies must have come before a CTA ends.
+            if tokens.owner == 0 and warp >= count:
+                scan()
+                cute.arch.sync_threads()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
                 look = partial(self._look, tokens, memory, i, count, i == warp, scan)
                 self._row(tokens, state, rotary, norm, cache, memory, shared, i, look)
             if later.first < end:
+                # Copies come to where warps joined their parts.
+                if const_expr(self.config.warps > 1):
+                    cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_threads()
                 self.rows.clear(memory)
                 cute.arch.sync_threads()
+        if tokens.owner != 0:
+            # A CTA without rows has not waited yet, and who follows relies on it.
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _look(self, tokens: Tokens, memory: Memory, i: Int32, count: Int32, first, scan):

@@ -4,8 +4,8 @@ A thread looks at a token, whose slot, position and sequence are loaded at once.
 row is listed, so that warps get as many rows as others wherever the complete tokens are. Of rows
 with one slot the last is stored: each CTA looks through all later tokens, for all its rows at once,
 by a table of what the low bits of its slots are. Loads return in order, so slots that were loaded
-after states would come after them: they are copied to shared memory by bulk copies, which do not
-queue there, while block-table entries and states are on their way.
+after states would come after them: bulk copies, which do not queue there, bring them to shared
+memory from the start.
 """
 
 from __future__ import annotations
@@ -54,14 +54,12 @@ class Memory(NamedTuple):
 
 class Later(NamedTuple):
     """Tokens after those of the list: from `first` on, of which `count`, from `begin` on, are
-    copied in chunks (bulk copies take pairs of slots), the n-th as chunk `chunk` + n of the CTA.
-    edge: of even lanes the low half of the first one's slot, of odd lanes that of the last."""
+    copied in chunks (bulk copies take pairs of slots), the n-th as chunk `chunk` + n of the CTA."""
 
     first: Int32
     begin: Int32
     count: Int32
     chunk: Int32
-    edge: Int32
 
     @property
     def chunks(self) -> Int32:
@@ -72,13 +70,13 @@ class Rows:
     def __init__(self, config: IndexerKConfig):
         self.config = config
 
-    def memory(self, shared: Int32, full: cute.Pointer) -> Memory:
-        """`config.list_bytes` from an address on."""
+    def memory(self, ring: Int32, full: cute.Pointer) -> Memory:
+        """`config.ring_bytes` and `config.list_bytes` from an address on."""
         threads = self.config.threads
-        flags = shared + ENTRY_BYTES * threads
+        entries = ring + self.config.ring_bytes
+        flags = entries + ENTRY_BYTES * threads
         marks = flags + FLAG_BYTES * threads
-        count = marks + MARKS
-        return Memory(shared, flags, marks, count, count + 16, full)
+        return Memory(entries, flags, marks, marks + MARKS, ring, full)
 
     @cute.jit
     def begin(self, memory: Memory):
@@ -109,18 +107,39 @@ class Rows:
         if tid == 0:
             dsl.st_shared_b32(memory.count, zero)
 
+    def later(self, slots, tokens: Tokens, start: Int32, end: Int32, chunk: Int32) -> Later:
+        """Than those of a CTA's tokens that are listed together with that at `start`."""
+        first = dsl_store.min_s32(start + self.config.threads, end)
+        begin = first + (Int32(slot_at(slots, first) >> 3) & 1)
+        count = dsl_store.clamp_s32(tokens.tokens - begin, tokens.tokens) & -2
+        return Later(first, begin, count, chunk)
+
     @cute.jit
-    def gather(self, slots, tokens: Tokens, memory: Memory, start: Int32, end: Int32, chunk: Int32):
-        """List the complete ones of a CTA's tokens from `start` on, one a thread; their number,
-        and the tokens that follow."""
+    def fetch(self, slots, memory: Memory, later: Later):
+        """Begin to copy all chunks, by a thread of the warp that is the last to get rows."""
+        tid, _, _ = cute.arch.thread_idx()
+        if tid == self.config.threads - 32:
+            for n in cutlass.range(later.chunks, unroll=1):
+                stage = (later.chunk + n) % SCAN_STAGES
+                begin = n * SCAN_TOKENS
+                size = SLOT_BYTES * dsl_store.min_s32(later.count - begin, Int32(SCAN_TOKENS))
+                full = memory.full + stage
+                cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+                to = memory.ring + stage * (SLOT_BYTES * SCAN_TOKENS)
+                dsl_store.copy_bulk(to, slot_at(slots, later.begin + begin), size, full.toint())
+
+    @cute.jit
+    def gather(self, slots, tokens: Tokens, memory: Memory, start: Int32, end: Int32, later: Later):
+        """List the complete ones of a CTA's tokens from `start` on, one a thread: their number; and
+        of even lanes the low half of the first later slot, of odd lanes that of the last."""
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         token = start + tid
         near = dsl_store.min_s32(token, end - 1)
         slot = dsl_store.ld_global_b64(slot_at(slots, near))
         position, sequence = position_of(tokens, near), sequence_of(tokens, near)
-        later = self._later(slots, tokens, dsl_store.min_s32(start + self.config.threads, end))
-        later = later._replace(chunk=chunk)
+        edge = dsl_store.min_s32(self._edge(tokens, later), tokens.tokens - 1)
+        edge = dsl_store.ld_volatile_b32(slot_at(slots, edge))
         live = completes(tokens, slot, position) & Int32(token < end)
         bits = Int32(cute.arch.vote_ballot_sync(live != 0))
         if bits != 0:
@@ -135,15 +154,11 @@ class Rows:
                 dsl.st_shared_b32x4(place, token, low, Int32(position), sequence)
                 dsl_store.st_shared_b8(memory.marks + (low & (MARKS - 1)), Int32(1))
         cute.arch.sync_threads()
-        return dsl.ld_shared_b32(memory.count), later
+        return dsl.ld_shared_b32(memory.count), edge
 
-    def _later(self, slots, tokens: Tokens, first: Int32) -> Later:
-        last = tokens.tokens - 1
-        begin = first + (Int32(slot_at(slots, first) >> 3) & 1)
-        count = dsl_store.clamp_s32(tokens.tokens - begin, tokens.tokens) & -2
-        edge = first + (cute.arch.lane_idx() & 1) * (last - first)
-        edge = dsl_store.ld_volatile_b32(slot_at(slots, dsl_store.min_s32(edge, last)))
-        return Later(first, begin, count, Int32(0), edge)
+    def _edge(self, tokens: Tokens, later: Later) -> Int32:
+        """The first later token, in odd lanes the last."""
+        return later.first + (cute.arch.lane_idx() & 1) * (tokens.tokens - 1 - later.first)
 
     def entry(self, memory: Memory, i: Int32) -> Entry:
         return Entry(*dsl.ld_shared_b32x4(memory.entries + ENTRY_BYTES * i))
@@ -162,35 +177,15 @@ class Rows:
                 dsl.st_shared_b32(memory.flags + FLAG_BYTES * i, Int32(1))
         cute.arch.sync_warp()
 
-    def _copier(self) -> bool:
-        """The thread that begins copies, of the warp that is the last to get rows."""
-        tid, _, _ = cute.arch.thread_idx()
-        return tid == self.config.threads - 32
-
     @cute.jit
-    def fetch(self, slots, memory: Memory, later: Later):
-        """Begin to copy the first chunks, as many as there is room for."""
-        if self._copier():
-            for n in cutlass.range(dsl_store.min_s32(later.chunks, Int32(SCAN_STAGES)), unroll=1):
-                self._copy(slots, memory, later, n)
-
-    def _copy(self, slots, memory: Memory, later: Later, n: Int32):
-        stage = (later.chunk + n) % SCAN_STAGES
-        size = SLOT_BYTES * dsl_store.min_s32(later.count - n * SCAN_TOKENS, Int32(SCAN_TOKENS))
-        full = memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-        to = memory.ring + stage * (SLOT_BYTES * SCAN_TOKENS)
-        dsl_store.copy_bulk(to, slot_at(slots, later.begin + n * SCAN_TOKENS), size, full.toint())
-
-    @cute.jit
-    def scan(self, slots, tokens: Tokens, memory: Memory, later: Later, count: Int32):
+    def scan(self, slots, tokens: Tokens, memory: Memory, later: Later, edge: Int32, count: Int32):
         """Flag rows of the list for whose slot a later token completes another; by all threads."""
         tid, _, _ = cute.arch.thread_idx()
-        lane, threads = cute.arch.lane_idx(), self.config.threads
+        threads = self.config.threads
         if tid >= threads - 32:
-            token = later.first + (lane & 1) * (tokens.tokens - 1 - later.first)
-            live = Int32(lane < 2) & Int32(later.first < tokens.tokens)
-            self._look(slots, tokens, memory, count, token, later.edge, live)
+            live = Int32(cute.arch.lane_idx() < 2) & Int32(later.first < tokens.tokens)
+            token = self._edge(tokens, later)
+            self._look(slots, tokens, memory, count, token, edge, live)
         for n in cutlass.range(later.chunks, unroll=1):
             chunk = later.chunk + n
             stage = chunk % SCAN_STAGES
@@ -204,16 +199,13 @@ class Rows:
                 first, _, second, _ = dsl.ld_shared_b32x4(ring + 2 * SLOT_BYTES * pair)
                 some = some | self._mark(memory, first) | self._mark(memory, second)
             if cute.arch.vote_any_sync(some != 0):
+                # The same tokens: a warp knows of its own marks only.
                 for k in cutlass.range(SCAN_TOKENS // threads, unroll=1):
-                    i = tid + k * threads
+                    i = 2 * (tid + (k >> 1) * threads) + (k & 1)
                     live = Int32(i < 2 * pairs)
                     low = dsl.ld_shared_b32(ring + SLOT_BYTES * i)
                     token = later.begin + n * SCAN_TOKENS + i
                     self._look(slots, tokens, memory, count, token, low, live)
-            if n + SCAN_STAGES < later.chunks:
-                cute.arch.sync_threads()
-                if self._copier():
-                    self._copy(slots, memory, later, n + SCAN_STAGES)
 
     def _mark(self, memory: Memory, low: Int32) -> Int32:
         """1 if a row of the list may have such a slot."""

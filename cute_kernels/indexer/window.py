@@ -89,7 +89,7 @@ class Compressor:
     def allocate(self):
         """`config.shared_bytes` of shared memory: an address, and barriers behind all else."""
         allocator = cutlass.memory.SmemAllocator()
-        words = self.config.join_floats + self.config.list_bytes // 4
+        words = (self.config.ring_bytes + self.config.list_bytes) // 4
         shared = allocator.allocate_array(Int32, words, byte_alignment=128).toint()
         return shared, allocator.allocate_array(Int64, SCAN_STAGES, byte_alignment=8)
 

@@ -58,10 +58,12 @@ def test_products_of_the_rotation_are_not_contracted(indexer_report, unit):
 
 @over(KS)
 def test_state_rows_are_loaded_16_bytes_at_a_time(indexer_report, unit):
-    """Entries and scores of 8 rows a vector, which L1 does not keep; and norm weights."""
+    """Entries and scores of 8 rows a vector, which L1 does not keep (.NA, where the assembler says
+    so), and norm weights."""
     opcodes = compiled(indexer_report, unit)["opcodes"]
-    assert count(opcodes, "LDG.E.NA.128") == 2 * 8 * unit.config.vectors
-    assert count(opcodes, "LDG.E.128") == unit.config.vectors
+    found = [count(opcodes, name) for name in ("LDG.E.NA.128", "LDG.E.128")]
+    assert sum(found) == (2 * 8 + 1) * unit.config.vectors
+    assert found[1] == unit.config.vectors or unit.target == "sm_120a"
 
 
 def test_the_record_is_of_these_units():

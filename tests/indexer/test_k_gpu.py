@@ -68,7 +68,7 @@ def test_bytes_and_nothing_but_them(kernel, case):
 @pytest.mark.parametrize("long", (False, True), ids=("scanned", "claimed"))
 @FORMATS
 def test_prefills(kernel, ratio, long, cache_format):
-    lengths = {4: (20_003, 517, 1), 128: (38_400, 127, 900)}[ratio] if long else (9000, 127, 900)
+    lengths = {4: (20_003, 517, 1), 128: (38_400, 127, 900)}[ratio] if long else (6000, 127, 900)
     case = KCase("long", cache_format, ratio, int(ratio == 4), lengths=lengths, block_size=64)
     call = KCall(case, seed=ratio)
     assert (len(call.arguments["slot_mapping"]) > SCANNED_TOKENS) == long
@@ -158,7 +158,7 @@ def test_repeated_slots_of_a_claimed_call(kernel, cache_format):
         assert all((memory[at] == SENTINEL).all() for at in call.ranges(slot))
 
 
-@pytest.mark.parametrize("ratio, length", ((1, 700), (4, 900), (4, 9000), (128, 12_800)))
+@pytest.mark.parametrize("ratio, length", ((1, 700), (4, 900), (4, 8000), (128, 8064)))
 @FORMATS
 def test_repeated_slots_of_a_scanned_call(kernel, cache_format, ratio, length):
     """The last row of each slot is stored whole. Tokens that complete nothing have slots too."""

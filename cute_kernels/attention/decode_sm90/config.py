@@ -181,8 +181,10 @@ class DecodeConfig:
 
     @property
     def parts_in_flight(self) -> int:
-        """Parts of an item that a thread addresses side by side: as its registers allow."""
-        return 1 if self.ctas_per_sm >= 4 else 4
+        """Parts of an item whose loads a thread has in flight: as its registers allow."""
+        if self.ctas_per_sm >= 4:
+            return 4 if self.box_tokens > 16 else 1
+        return 8
 
     @property
     def consumer_threads(self) -> int:

@@ -42,7 +42,7 @@ from cute_kernels.attention.common.tile_schedule import (
     sequence,
     split_tiles,
 )
-from cute_kernels.attention.decode_sm90.combine import MIN_WIDTH, Combining, Share
+from cute_kernels.attention.decode_sm90.combine import MIN_WIDTH, Combining, Share, no_parts
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, Plan
 from cute_kernels.attention.decode_sm90.parts import parts_of
 
@@ -144,12 +144,7 @@ class Fixup(Combining):
             for _ in cutlass.range(shared.own >> 16, unroll=1):
                 dsl.red_inc_gpu(counter, 2 * shared.pieces - 1)
         self.barrier()
-        parts = parts_of(self.shape, shared.first, shared.pieces, shared.begun)
-
-        def write(row: Int32, element: Int32, state):
-            self._write_block(output, shared, row, element, state)
-
-        self.combine_share(write, partial, parts, share)
+        self._combine_share(output, partial, shared, share)
 
     @cute.jit
     def _share_of(self, shared: SharedItem) -> Share:
@@ -164,6 +159,25 @@ class Fixup(Combining):
         groups = self.config.consumer_threads // width
         group = self.tid // width
         return Share(begin, end, width, groups, group, self.tid - group * width)
+
+    @cute.jit
+    def _combine_share(self, output: Output, partial: Partial, shared: SharedItem, share: Share):
+        row_blocks = self.config.head_size // 4
+        parts = parts_of(self.shape, shared.first, shared.pieces, shared.begun)
+        for base in cutlass.range(share.begin, share.end, share.width, unroll=1):
+            block = base + share.column
+            live = block < share.end
+            block = cutlass.min(block, share.end - 1)
+            row = block // row_blocks
+            element = 4 * (block - row * row_blocks)
+            state = no_parts()
+            if self.shape.splits == 0:
+                state = self._combine_parts(partial, parts, row, element, share.group, share.groups)
+                state = self._merge_groups(state, share.width, share.groups)
+            else:
+                state = self._fold_parts(partial, parts, row, element, share, base)
+            if live & (share.group == 0):
+                self._write_block(output, shared, row, element, state)
 
     @cute.jit
     def _write_block(self, output: Output, shared: SharedItem, row: Int32, element: Int32, state):

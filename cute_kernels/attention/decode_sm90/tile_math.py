@@ -50,7 +50,7 @@ class TileMath(ConsumerLane):
                 else:
                     self._scores_mma(rS, rQ, loaded, p)
             if const_expr(not config.paired):
-                self.release(slot)
+                self.release(slot, config.warpgroups)
         if const_expr(config.uses_wgmma):
             warpgroup.wait_group(0)
         else:
