@@ -299,7 +299,7 @@ def stretch_of_cta(
 ) -> Stretch:
     """Where CTA ``cta`` of ``max_ctas`` starts and how many tiles it takes.
 
-    unequal: the first half of the CTAs may have larger stretches than the others, see
+    unequal: of the four CTAs that are on an SM the first two may have larger stretches, see
     ``DecodeConfig.unequal``.
     """
     lane = cute.arch.lane_idx()
@@ -342,11 +342,9 @@ def stretch_of_cta(
         whole = (uniform != 0) & (remainder == 0) & (left == 0)
         if ((ctas & 1) == 0) & (shape.splits == 0) & (whole == 0):
             pairs = Int32(1)
-        half = ctas >> 1
-        if (pairs != 0) & (cta < ctas):
-            cta = 2 * cta
-            if cta >= ctas:
-                cta = cta - 2 * half + 1
+        if (pairs != 0) & ((cta | 31) < ctas):
+            # CTAs c, c + 8, c + 16 and c + 24 of 32 are on one SM (H200), the first ones preferred.
+            cta = (cta & -32) + 2 * (cta & 15) + ((cta >> 4) & 1)
     begin = start_of_cta(cta, total, ctas, pairs)
     count = quotient
     if const_expr(unequal):
