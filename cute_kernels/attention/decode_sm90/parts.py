@@ -62,5 +62,6 @@ def slot_to_write(
         stride = cutlass.max(shape.splits, Int32(2))
         slot = stride * plan.cta
         if started > 0:
-            slot = stride * cta_of_tile(line_start, plan.total, plan.ctas) + split
+            first = cta_of_tile(line_start, plan.total, plan.ctas, plan.pairs)
+            slot = stride * first + split
     return slot
