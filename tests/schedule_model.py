@@ -15,9 +15,7 @@ line_plan = device_functions("cute_kernels/attention/common/line.py")
 plan = device_functions(
     "cute_kernels/attention/common/tile_schedule.py",
     TILE_TOKENS=TILE_TOKENS,
-    participants=line_plan.participants,
     start_of_cta=line_plan.start_of_cta,
-    const_expr=bool,
 )
 parts_plan = device_functions(
     "cute_kernels/attention/decode_sm90/parts.py", cta_of_tile=line_plan.cta_of_tile
@@ -58,7 +56,6 @@ class Batch:
     min_tiles: int = 1
     splits: tuple[int, int, int] = (0, 0, 0)
     gap_asked: int = 0
-    unequal: bool = False
     abreast: int = 1
     place: int = 0
 
@@ -104,14 +101,11 @@ class Batch:
 
     @cached_property
     def stretches(self) -> list[Any]:
-        """In the order of the line."""
         found = [
-            plan.stretch_of_cta(
-                self.lengths, self.shape, cta, self.max_ctas, self.rows, self.unequal
-            )
+            plan.stretch_of_cta(self.lengths, self.shape, cta, self.max_ctas, self.rows)
             for cta in range(self.max_ctas)
         ]
-        return sorted((plan.Stretch(*map(int, each)) for each in found), key=lambda s: s.cta)
+        return [plan.Stretch(*map(int, stretch)) for stretch in found]
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -131,7 +125,7 @@ class Batch:
             split = (
                 tile // plan.split_tiles(self.shape, segment.seq.tiles) if any(self.splits) else 0
             )
-            own = SimpleNamespace(**stretch._asdict())
+            own = SimpleNamespace(total=stretch.total, ctas=stretch.ctas, cta=cta)
             slot = parts_plan.slot_to_write(self.shape, own, start, started, split)
             where = (cta, segment.b, segment.item, tile, segment.count, start)
             parts.append(Part(*where, segment.chunk, started, slot))

@@ -44,14 +44,7 @@ def check_stretches(batch: Batch) -> None:
     working = batch.stretches[: first.ctas]
     assert sum(s.count for s in working) == batch.total
     assert not any(s.count for s in batch.stretches[first.ctas :])
-    assert [s.cta for s in batch.stretches] == list(range(batch.max_ctas))
-    assert {s.pairs for s in batch.stretches} == {first.pairs}
-    counts = [s.count for s in working]
-    if first.pairs:
-        assert batch.unequal and not any(batch.splits)
-        shares = list(zip(counts[::2], counts[1::2], strict=True))
-        assert all(smaller == sum((large, smaller)) * 54 // 128 for large, smaller in shares)
-        counts = [sum(pair) // 2 for pair in shares]
+    counts = {s.count for s in working}
     assert max(counts) - min(counts) <= 1
     assert first.ctas == 1 or min(counts) >= batch.min_tiles
     for stretch in filter(lambda s: s.count, working):
@@ -83,9 +76,7 @@ def check_owners(batch: Batch) -> None:
             assert stretch.gap == batch.gap
             tiles = {stretch.begin, stretch.begin + stretch.count - 1}
             tiles |= set(range(stretch.begin, stretch.begin + min(stretch.count, 200)))
-            assert {
-                line_plan.cta_of_tile(tile, batch.total, ctas, stretch.pairs) for tile in tiles
-            } == {cta}
+            assert {line_plan.cta_of_tile(tile, batch.total, ctas) for tile in tiles} == {cta}
 
 
 def check_partial_results(batch: Batch) -> None:
@@ -99,9 +90,8 @@ def check_partial_results(batch: Batch) -> None:
             assert len({part.cta for part in parts}) == 1
             continue
         assert {part.line_start for part in parts} == {start}
-        pairs = batch.stretches[0].pairs
-        first = line_plan.cta_of_tile(start, batch.total, ctas, pairs)
-        last = line_plan.cta_of_tile(start + tiles - 1, batch.total, ctas, pairs)
+        first = line_plan.cta_of_tile(start, batch.total, ctas)
+        last = line_plan.cta_of_tile(start + tiles - 1, batch.total, ctas)
         begun = sum(part.started == 0 for part in parts)
         pieces = len(parts)
         if any(batch.splits):
@@ -198,7 +188,6 @@ def batches(draw: Any) -> Batch:
         splits=draw(st.sampled_from(((0, 0, 0), (0, 0, 0), (8, 4, 16), (64, 4, 8), (3, 1, 2)))),
         abreast=abreast,
         place=draw(st.integers(0, abreast - 1)),
-        unequal=draw(st.booleans()),
     )
 
 
@@ -253,18 +242,6 @@ def test_uniform_batches_get_whole_items():
     batch = Batch((6400,) * 7, (1,) * 7, max_ctas=10)
     check(batch)
     assert batch.stretches[0].ctas == 10
-
-
-def test_ctas_that_are_preferred_have_more_tiles():
-    """Two CTAs an item, and which they are; several whole items a CTA, dealt round-robin."""
-    batch = Batch((8192,) * 32, (1,) * 32, kv_heads=8, group=8, max_ctas=528, unequal=True)
-    check(batch)
-    assert batch.stretches[0].ctas == 512
-    assert [part.count for part in batch.parts] == [74, 54] * 256
-    assert {part.b * 8 + part.item == part.cta // 2 for part in batch.parts} == {True}
-    batch = Batch((8192,) * 128, (1,) * 128, kv_heads=8, group=8, max_ctas=528, unequal=True)
-    check(batch)
-    assert {part.count for part in batch.parts} == {128} and not batch.stretches[0].pairs
 
 
 def test_splits_do_not_depend_on_the_batch():

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 
 from cute_kernels import dsl
-from cute_kernels.attention.common.line import participants, start_of_cta
+from cute_kernels.attention.common.line import start_of_cta
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 
 TILE_SHIFT = TILE_TOKENS.bit_length() - 1
@@ -253,7 +253,6 @@ class Stretch(NamedTuple):
     past its end. item_step: how many items further the CTA's next item is. gap: tiles that nobody
     works on, on the line before each item; 0 where all sequences are alike. Without them a CTA with
     many short sequences would be late (H200, log-normal lengths, 64/8 D128: 78 % of the loader).
-    cta: the CTA's number on the line. pairs: 1 where CTAs have unequal stretches, see line.py.
     """
 
     b: Int32
@@ -266,8 +265,34 @@ class Stretch(NamedTuple):
     item_step: Int32
     skip: Int32
     gap: Int32
-    cta: Int32
-    pairs: Int32
+
+
+@cute.jit
+def _participants(
+    total: Int32, tiles: Int32, uniform: Int32, max_ctas: Int32, min_tiles: Int32
+) -> Int32:
+    """How many CTAs share the line.
+
+    CTAs with few tiles cost more in partial results than they save. Where all items are alike,
+    giving up at most an eighth of the CTAs can make every stretch a whole fraction or multiple of
+    an item: fewer partial results, and the heads of a page are read at the same time (H200, B64
+    S8192 32/4 D512: 128 CTAs take 486 us, 132 take 498).
+    """
+    limit = cutlass.max(cutlass.min(max_ctas, dsl.quotient(total, min_tiles)), Int32(1))
+    ctas = limit
+    if (uniform != 0) & (tiles > 0):
+        candidate = cutlass.max(limit - cute.arch.lane_idx(), Int32(1))
+        length = dsl.quotient(total, candidate)
+        fits = Int32(0)
+        if (length * candidate == total) & (
+            (tiles - dsl.quotient(tiles, length) * length == 0)
+            | (length - dsl.quotient(length, tiles) * tiles == 0)
+        ):
+            fits = candidate
+        fits = dsl.warp_max_b32(fits)
+        if 8 * fits >= 7 * limit:
+            ctas = fits
+    return ctas
 
 
 @cute.jit
@@ -290,18 +315,9 @@ def _next_split(
 
 @cute.jit
 def stretch_of_cta(
-    lengths: Lengths,
-    shape: Shape,
-    cta: Int32,
-    max_ctas: Int32,
-    rows: cutlass.Constexpr,
-    unequal: cutlass.Constexpr,
+    lengths: Lengths, shape: Shape, cta: Int32, max_ctas: Int32, rows: cutlass.Constexpr
 ) -> Stretch:
-    """Where CTA ``cta`` of ``max_ctas`` starts and how many tiles it takes.
-
-    unequal: of the four CTAs that are on an SM the first two may have larger stretches, see
-    ``DecodeConfig.unequal``.
-    """
+    """Where CTA ``cta`` of ``max_ctas`` starts and how many tiles it takes."""
     lane = cute.arch.lane_idx()
     total = Int32(0)
     all_items = Int32(0)
@@ -328,30 +344,18 @@ def stretch_of_cta(
     uniform = Int32(0)
     if (most_work == dsl.warp_min_b32(least_work)) & (most_tiles == dsl.warp_min_b32(least_tiles)):
         uniform = Int32(1)
-    ctas = participants(total, most_tiles, uniform, max_ctas, shape.min_tiles)
+    ctas = _participants(total, most_tiles, uniform, max_ctas, shape.min_tiles)
     gap = Int32(0)
     if uniform == 0:
         gap = shape.gap
         total = total + gap * dsl.warp_sum_b32(all_items)
 
+    begin = start_of_cta(cta, total, ctas)
     quotient = dsl.quotient(total, ctas)
     remainder = total - quotient * ctas
-    pairs = Int32(0)
-    if const_expr(unequal):
-        left = quotient - dsl.quotient(quotient, cutlass.max(most_tiles, Int32(1))) * most_tiles
-        whole = (uniform != 0) & (remainder == 0) & (left == 0)
-        if ((ctas & 1) == 0) & (shape.splits == 0) & (whole == 0):
-            pairs = Int32(1)
-        if (pairs != 0) & ((cta | 31) < ctas):
-            # CTAs c, c + 8, c + 16 and c + 24 of 32 are on one SM (H200), the first ones preferred.
-            cta = (cta & -32) + 2 * (cta & 15) + ((cta >> 4) & 1)
-    begin = start_of_cta(cta, total, ctas, pairs)
     count = quotient
-    if const_expr(unequal):
-        count = start_of_cta(cta + 1, total, ctas, pairs) - begin
-    else:
-        if cta < remainder:
-            count = count + 1
+    if cta < remainder:
+        count = count + 1
     if cta >= ctas:
         count = Int32(0)
 
@@ -393,4 +397,4 @@ def stretch_of_cta(
                 skip = skip + more
         line = dsl.shuffle_from_lane(end, Int32(31))
         base = base + 32
-    return Stretch(b, item, tile, count, begin, total, ctas, item_step, skip, gap, cta, pairs)
+    return Stretch(b, item, tile, count, begin, total, ctas, item_step, skip, gap)

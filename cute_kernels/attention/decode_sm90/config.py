@@ -124,12 +124,6 @@ class DecodeConfig:
         return self.block_scaled and self.rows == 8 and self.head_size <= 128
 
     @property
-    def unequal(self) -> bool:
-        """Whether the CTAs that an SM gets first have larger stretches: of four CTAs that the issue
-        of instructions limits, the first is preferred (line.py has by how much)."""
-        return self.warps_apart
-
-    @property
     def release_arrivals(self) -> int:
         """Arrivals at a slot's ``empty`` barrier: of one lane a warp, or of all. racecheck does not
         see that a warp's barrier orders the other lanes' reads before the one arrival, and reports

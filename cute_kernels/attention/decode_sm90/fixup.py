@@ -98,7 +98,7 @@ class Fixup(Combining):
         """
         # While the parts are on their way to L2.
         tiles = segment.seq.tiles
-        first = cta_of_tile(line_start, plan.total, plan.ctas, plan.pairs)
+        first = cta_of_tile(line_start, plan.total, plan.ctas)
         own = plan.cta - first
         count = Int32(1)
         if self.shape.splits != 0:
@@ -109,7 +109,7 @@ class Fixup(Combining):
         if self.tid == 0:
             # Releases what the barrier ordered before it: the parts written by all threads.
             dsl.red_add_release_gpu((partial.mCounter.iterator + first).toint(), count)
-            last = cta_of_tile(line_start + tiles - 1, plan.total, plan.ctas, plan.pairs)
+            last = cta_of_tile(line_start + tiles - 1, plan.total, plan.ctas)
             pieces = last - first + 1
             begun = Int32(1)
             if self.shape.splits != 0:

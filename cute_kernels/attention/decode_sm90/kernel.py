@@ -217,15 +217,11 @@ class DecodeSm90:
             shape = shape._replace(place=place)
         else:
             shape = shape._replace(abreast=Int32(1), place=Int32(0))
-        stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows, config.unequal)
-        if const_expr(config.unequal):
-            cta = stretch.cta
+        stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
         if tid == 0:
             plan = smem.plan
             dsl.st_shared_b32x4(plan, stretch.total, stretch.ctas, stretch.item_step, cta)
             dsl.st_shared_b32x2(plan + 16, shape.place, stretch.gap)
-            if const_expr(config.unequal):
-                dsl.st_shared_b32(plan + 24, stretch.pairs)
         cute.arch.sync_threads()
         if warp >= config.consumer_warps:
             if const_expr(config.consumer_registers > 0):

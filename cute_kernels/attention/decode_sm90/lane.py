@@ -37,7 +37,7 @@ class NamedBarrier(IntEnum):
 
 
 class Plan(NamedTuple):
-    """What the end of a segment needs of the CTA's ``Stretch``, and its ``place``.
+    """What the end of a segment needs of the CTA's ``Stretch``, and its ``cta`` and ``place``.
 
     It waits there in shared memory, since the loop over tiles has no registers to spare.
     """
@@ -48,7 +48,6 @@ class Plan(NamedTuple):
     cta: Int32
     place: Int32
     gap: Int32
-    pairs: Int32
 
 
 class ConsumerSmem(NamedTuple):
@@ -59,7 +58,7 @@ class ConsumerSmem(NamedTuple):
     (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score
     into a log2-domain score. q_max: (warps, rows) packed bf16 maxima. shared_items: two entries
     of SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
-    fold: see ``DecodeConfig.fold_bytes``. plan: a ``Plan`` and an unused word.
+    fold: see ``DecodeConfig.fold_bytes``. plan: a ``Plan`` and 2 unused words.
     """
 
     p: Int32
@@ -139,11 +138,7 @@ class ConsumerLane:
 
     def plan(self) -> Plan:
         words = dsl.ld_shared_b32x4(self.smem.plan)
-        place, gap = dsl.ld_shared_b32x2(self.smem.plan + 16)
-        pairs = Int32(0)
-        if self.config.unequal:
-            pairs = dsl.ld_shared_b32(self.smem.plan + 24)
-        return Plan(*words, place, gap, pairs)
+        return Plan(*words, *dsl.ld_shared_b32x2(self.smem.plan + 16))
 
     def barrier(self):
         cute.arch.barrier(

@@ -62,6 +62,5 @@ def slot_to_write(
         stride = cutlass.max(shape.splits, Int32(2))
         slot = stride * plan.cta
         if started > 0:
-            first = cta_of_tile(line_start, plan.total, plan.ctas, plan.pairs)
-            slot = stride * first + split
+            slot = stride * cta_of_tile(line_start, plan.total, plan.ctas) + split
     return slot
