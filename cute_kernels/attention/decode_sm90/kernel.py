@@ -5,11 +5,11 @@ Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_
 D / 16 block scales by strides of their own); page_size a multiple of the variant's ``box_tokens``.
 A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
 
-One CTA is a producer warp and one or two consumer warpgroups around a ring of 64-token tiles in
-shared memory: the producer loads K and V by TMA, the consumers multiply, out of registers in which
-what has less than 16 bits becomes fp16 (consumer.py says how). Work is dealt in equal stretches of
-tiles (common/tile_schedule.py); an item that several CTAs share is finished by them together at the
-end of the same launch (fixup.py).
+One CTA, or one team of those that are one CTA (team.py), is a producer warp and one or two consumer
+warpgroups around a ring of 64-token tiles in shared memory: the producer loads K and V by TMA, the
+consumers multiply, out of registers in which what has less than 16 bits becomes fp16 (consumer.py
+says how). Work is dealt in equal stretches of tiles (common/tile_schedule.py); an item that several
+CTAs share is finished by them together at the end of the same launch (fixup.py).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from cute_kernels.attention.decode_sm90.producer import (
     Ring,
     TmaOperand,
 )
+from cute_kernels.attention.decode_sm90.team import team_of_thread
 
 # CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
 COOPERATIVE = True
@@ -159,7 +160,7 @@ class DecodeSm90:
             )
         )
         self.kernel(mma, *k, *v, mQ, scales, lengths, shape, source, output, partial).launch(
-            grid=(scalars.ctas, 1, 1),
+            grid=(scalars.ctas if config.teams == 1 else scalars.ctas // config.teams, 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=config.ctas_per_sm,
@@ -202,11 +203,17 @@ class DecodeSm90:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
-        ring, smem = self._allocate()
+        team = team_of_thread(config)
+        if const_expr(config.teams > 1):
+            cta = cta + team * ctas
+            ctas = ctas * config.teams
+        ring, smem = self._allocate(team)
         if tid == 0:
+            arrivals = config.teams * config.release_arrivals
             for slot in cutlass.range_constexpr(config.stages):
-                cute.arch.mbarrier_init(ring.full + slot, 1)
-                cute.arch.mbarrier_init(ring.empty + slot, config.release_arrivals)
+                for each in cutlass.range_constexpr(config.teams):
+                    cute.arch.mbarrier_init(ring.full + (each * config.stages + slot), 1)
+                cute.arch.mbarrier_init(ring.empty + slot, arrivals)
             cute.arch.mbarrier_init_fence()
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
@@ -218,15 +225,16 @@ class DecodeSm90:
         else:
             shape = shape._replace(abreast=Int32(1), place=Int32(0))
         stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
-        if tid == 0:
+        if tid == team * config.consumer_threads:
             plan = smem.plan
             dsl.st_shared_b32x4(plan, stretch.total, stretch.ctas, stretch.item_step, cta)
             dsl.st_shared_b32x2(plan + 16, shape.place, stretch.gap)
         cute.arch.sync_threads()
-        if warp >= config.consumer_warps:
+        consumer_warps = config.teams * config.consumer_warps
+        if warp >= consumer_warps:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == config.consumer_warps:
+            if warp < consumer_warps + config.teams:
                 producer = Producer(config, lengths, shape, source)
                 producer.run(ring, TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV), stretch)
         else:
@@ -235,14 +243,18 @@ class DecodeSm90:
             consumer = Consumer(config, mma, shape, ring, smem, scales.softcap)
             consumer.run(mQ, scales, lengths, output, partial, stretch, cta, ctas)
 
-    def _allocate(self):
+    def _allocate(self, team: Int32 | int):
+        """The team's ring and tables."""
         config = self.config
         rows, D, kind = config.rows, config.head_size, self.mma_type
         warps = config.consumer_warps
         allocator = cutlass.memory.SmemAllocator()
 
         def array(element, count, alignment):
-            return allocator.allocate_array(element, count, byte_alignment=alignment)
+            first = allocator.allocate_array(
+                element, config.teams * count, byte_alignment=alignment
+            )
+            return first if config.teams == 1 else first + team * count
 
         ring = array(Uint8, config.stage_bytes * config.stages, 1024)
         q = array(kind, rows * D if config.queries_in_smem else 8, 1024)
@@ -257,7 +269,7 @@ class DecodeSm90:
         fold = array(Uint8, config.fold_bytes, 128) if config.fold_bytes else q
         plan = array(Int32, 8, 16)
         full = array(Int64, config.stages, 8)
-        empty = array(Int64, config.stages, 8)
+        empty = allocator.allocate_array(Int64, config.stages, byte_alignment=8)
         sQ = sP = None
         if config.uses_wgmma:
             atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, kind)
