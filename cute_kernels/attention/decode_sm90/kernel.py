@@ -233,7 +233,7 @@ class DecodeSm90:
         consumer_warps = config.teams * config.consumer_warps
         if warp >= consumer_warps:
             if const_expr(config.consumer_registers > 0):
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                cute.arch.setmaxregister_decrease(64 if config.teams > 1 else PRODUCER_REGISTERS)
             if warp < consumer_warps + config.teams:
                 producer = Producer(config, lengths, shape, source)
                 producer.run(ring, TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV), stretch)
