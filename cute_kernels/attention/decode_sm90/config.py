@@ -185,6 +185,11 @@ class DecodeConfig:
         return 8
 
     @property
+    def producer_registers(self) -> int:
+        """That a thread of a producer keeps when it gives the others away."""
+        return PRODUCER_REGISTERS if self.teams == 1 else 64
+
+    @property
     def consumer_threads(self) -> int:
         return self.warpgroups * WARPGROUP_THREADS
 

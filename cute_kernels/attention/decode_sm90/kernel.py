@@ -31,7 +31,6 @@ from cute_kernels.attention.common.tile_schedule import (
     stretch_of_cta,
 )
 from cute_kernels.attention.decode_sm90.config import (
-    PRODUCER_REGISTERS,
     TILE_TOKENS,
     DecodeConfig,
 )
@@ -44,7 +43,7 @@ from cute_kernels.attention.decode_sm90.producer import (
     Ring,
     TmaOperand,
 )
-from cute_kernels.attention.decode_sm90.team import team_of_thread
+from cute_kernels.attention.decode_sm90.team import in_step, team_of_thread
 
 # CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
 COOPERATIVE = True
@@ -209,11 +208,16 @@ class DecodeSm90:
             ctas = ctas * config.teams
         ring, smem = self._allocate(team)
         if tid == 0:
-            arrivals = config.teams * config.release_arrivals
             for slot in cutlass.range_constexpr(config.stages):
                 for each in cutlass.range_constexpr(config.teams):
-                    cute.arch.mbarrier_init(ring.full + (each * config.stages + slot), 1)
-                cute.arch.mbarrier_init(ring.empty + slot, arrivals)
+                    at = each * config.stages + slot
+                    cute.arch.mbarrier_init(ring.full + at, 1)
+                    cute.arch.mbarrier_init(ring.empty + at, config.release_arrivals)
+            if const_expr(config.teams > 1):
+                arrivals = config.teams * config.release_arrivals
+                for slot in cutlass.range_constexpr(config.stages):
+                    at = config.teams * config.stages + slot
+                    cute.arch.mbarrier_init(ring.empty + at, arrivals)
             cute.arch.mbarrier_init_fence()
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
@@ -230,10 +234,16 @@ class DecodeSm90:
             dsl.st_shared_b32x4(plan, stretch.total, stretch.ctas, stretch.item_step, cta)
             dsl.st_shared_b32x2(plan + 16, shape.place, stretch.gap)
         cute.arch.sync_threads()
+        if const_expr(config.teams > 1):
+            own = team * config.stages
+            shared = config.teams * config.stages
+            ring = ring._replace(
+                empty=ring.empty + cutlass.select_(in_step(stretch), Int32(shared), own)
+            )
         consumer_warps = config.teams * config.consumer_warps
         if warp >= consumer_warps:
             if const_expr(config.consumer_registers > 0):
-                cute.arch.setmaxregister_decrease(64 if config.teams > 1 else PRODUCER_REGISTERS)
+                cute.arch.setmaxregister_decrease(config.producer_registers)
             if warp < consumer_warps + config.teams:
                 producer = Producer(config, lengths, shape, source)
                 producer.run(ring, TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV), stretch)
@@ -269,7 +279,8 @@ class DecodeSm90:
         fold = array(Uint8, config.fold_bytes, 128) if config.fold_bytes else q
         plan = array(Int32, 8, 16)
         full = array(Int64, config.stages, 8)
-        empty = allocator.allocate_array(Int64, config.stages, byte_alignment=8)
+        sets = 1 if config.teams == 1 else config.teams + 1
+        empty = allocator.allocate_array(Int64, sets * config.stages, byte_alignment=8)
         sQ = sP = None
         if config.uses_wgmma:
             atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, kind)

@@ -19,6 +19,7 @@ from cute_kernels.attention.common.tile_schedule import (
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS, DecodeConfig
 from cute_kernels.attention.decode_sm90.layout import TileLayout, swizzle_bits
+from cute_kernels.attention.decode_sm90.team import in_step
 from cute_kernels.formats import NVFP4_GROUP
 
 # Each byte of the cache is read once: L2 should drop it first (createpolicy evict_first).
@@ -303,7 +304,8 @@ class Producer:
             if tile == 0:
                 line = line + stretch.gap
         if const_expr(config.teams > 1):
-            self.leave(ring, slot, phase)
+            if in_step(stretch):
+                self.leave(ring, slot, phase)
         if const_expr(config.block_scaled):
             dsl_nvfp4.wait_for_copies()
 

@@ -16,7 +16,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_kernels.attention.common.tile_schedule import Stretch
 from cute_kernels.attention.decode_sm90.config import DecodeConfig
+
+_LEAST_TILES = 16
 
 
 def team_of_thread(config: DecodeConfig) -> Int32 | int:
@@ -34,3 +37,11 @@ def consumer_in_team(config: DecodeConfig) -> tuple[Int32 | int, Int32]:
     tid, _, _ = cute.arch.thread_idx()
     team = team_of_thread(config)
     return team, tid if config.teams == 1 else tid - team * config.consumer_threads
+
+
+def in_step(stretch: Stretch):
+    """Whether teams wait for each other: where all sequences are alike, and stretches not short.
+
+    Else a team that begins an item, which takes it 2 us, would keep the others waiting.
+    """
+    return (stretch.gap == 0) & (stretch.total >= _LEAST_TILES * stretch.ctas)
