@@ -307,7 +307,8 @@ def make_config(
         head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format, *more
     )
     rings = ctas * draft.teams
-    stages = min(_stages_within(draft), _MAX_RING_BYTES_PER_SM // rings // draft.stage_bytes)
+    most = 114688 if draft.warps_apart else _MAX_RING_BYTES_PER_SM
+    stages = min(_stages_within(draft), most // rings // draft.stage_bytes)
     return replace(draft, stages=stages)
 
 

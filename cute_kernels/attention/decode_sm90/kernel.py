@@ -207,20 +207,21 @@ class DecodeSm90:
             cta = cta + team * ctas
             ctas = ctas * config.teams
         ring, smem = self._allocate(team)
-        if tid == 0:
+        leader = tid == team * config.consumer_threads
+        if leader:
             for slot in cutlass.range_constexpr(config.stages):
-                for each in cutlass.range_constexpr(config.teams):
-                    at = each * config.stages + slot
-                    cute.arch.mbarrier_init(ring.full + at, 1)
-                    cute.arch.mbarrier_init(ring.empty + at, config.release_arrivals)
-            if const_expr(config.teams > 1):
-                arrivals = config.teams * config.release_arrivals
-                for slot in cutlass.range_constexpr(config.stages):
-                    at = config.teams * config.stages + slot
-                    cute.arch.mbarrier_init(ring.empty + at, arrivals)
+                cute.arch.mbarrier_init(ring.full + slot, 1)
+                cute.arch.mbarrier_init(ring.empty + slot, config.release_arrivals)
+                if const_expr(config.teams > 1):
+                    if team == 0:
+                        arrivals = config.teams * config.release_arrivals
+                        cute.arch.mbarrier_init(ring.shared_empty + slot, arrivals)
             cute.arch.mbarrier_init_fence()
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
+        if const_expr(config.teams > 1 and not config.loader_only):
+            # here, or each would wait for all others' plans
+            cute.arch.sync_threads()
         if const_expr(config.heads_in_line > 1):
             ctas = ctas // shape.abreast
             place = cta % shape.abreast
@@ -229,17 +230,17 @@ class DecodeSm90:
         else:
             shape = shape._replace(abreast=Int32(1), place=Int32(0))
         stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
-        if tid == team * config.consumer_threads:
+        if leader:
             plan = smem.plan
             dsl.st_shared_b32x4(plan, stretch.total, stretch.ctas, stretch.item_step, cta)
             dsl.st_shared_b32x2(plan + 16, shape.place, stretch.gap)
-        cute.arch.sync_threads()
+        if const_expr(config.teams == 1 or config.loader_only):
+            cute.arch.sync_threads()
         if const_expr(config.teams > 1):
-            own = team * config.stages
-            shared = config.teams * config.stages
-            ring = ring._replace(
-                empty=ring.empty + cutlass.select_(in_step(stretch), Int32(shared), own)
-            )
+            empty = ring.empty
+            if in_step(stretch):
+                empty = ring.shared_empty
+            ring = ring._replace(empty=empty)
         consumer_warps = config.teams * config.consumer_warps
         if warp >= consumer_warps:
             if const_expr(config.consumer_registers > 0):
@@ -279,8 +280,10 @@ class DecodeSm90:
         fold = array(Uint8, config.fold_bytes, 128) if config.fold_bytes else q
         plan = array(Int32, 8, 16)
         full = array(Int64, config.stages, 8)
-        sets = 1 if config.teams == 1 else config.teams + 1
-        empty = allocator.allocate_array(Int64, sets * config.stages, byte_alignment=8)
+        empty = array(Int64, config.stages, 8)
+        shared_empty = empty
+        if config.teams > 1:
+            shared_empty = allocator.allocate_array(Int64, config.stages, byte_alignment=8)
         sQ = sP = None
         if config.uses_wgmma:
             atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, kind)
@@ -291,4 +294,4 @@ class DecodeSm90:
             sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=kind), p_layout.outer)
         tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q, fold, plan)
         addresses = [x.toint() for x in tables]
-        return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)
+        return Ring(ring, full, empty, shared_empty), ConsumerSmem(*addresses, sQ, sP)

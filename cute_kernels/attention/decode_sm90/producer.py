@@ -71,6 +71,7 @@ class Ring(NamedTuple):
     base: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
+    shared_empty: cute.Pointer
 
 
 class Producer:

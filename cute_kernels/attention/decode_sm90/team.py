@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import Stretch
 from cute_kernels.attention.decode_sm90.config import DecodeConfig
 
@@ -44,4 +45,6 @@ def in_step(stretch: Stretch):
 
     Else a team that begins an item, which takes it 2 us, would keep the others waiting.
     """
-    return (stretch.gap == 0) & (stretch.total >= _LEAST_TILES * stretch.ctas)
+    quotient = dsl.quotient(stretch.total, stretch.ctas)
+    whole = quotient * stretch.ctas == stretch.total
+    return (stretch.gap == 0) & (quotient >= _LEAST_TILES) & whole
