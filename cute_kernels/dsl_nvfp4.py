@@ -138,11 +138,3 @@ def arrive_after_copies(barrier: Int32, *, loc=None, ip=None):
 @dsl_user_op
 def wait_for_copies(*, loc=None, ip=None):
     _asm([], [], "cp.async.wait_all;", "~{memory}", True, loc, ip)
-
-
-@dsl_user_op
-def arrive_and_drop(barrier: Int32, count: int, *, loc=None, ip=None):
-    """Arrive ``count`` times in an mbarrier's current phase, whose later ones then wait for as many
-    arrivals fewer."""
-    ptx = f"{{ .reg .b64 state; mbarrier.arrive_drop.shared.b64 state, [$0], {count}; }}"
-    _asm([], [barrier], ptx, "r,~{memory}", True, loc, ip)

@@ -12,6 +12,7 @@ from cute_kernels.attention.decode_sm90.config import (
     BOX_TOKENS,
     HEAD_SIZES,
     KV_FORMATS,
+    PRODUCER_REGISTERS,
     Q_DTYPES,
     QUANTIZED_FORMATS,
     SMEM_BYTES_PER_CTA,
@@ -109,9 +110,8 @@ def test_the_ring_keeps_the_memory_busy(config):
     size 512 make, two) and 128 KiB in flight."""
     slots = config.step_tiles * (1 if config.paired else 2)
     assert config.stages >= slots
-    rings = config.ctas_per_sm * config.teams
-    assert rings * config.stages >= min(4, 131072 // config.stage_bytes)
-    in_flight = rings * config.stages * config.stage_bytes
+    assert config.ctas_per_sm * config.stages >= min(4, 131072 // config.stage_bytes)
+    in_flight = config.ctas_per_sm * config.stages * config.stage_bytes
     # Where Q takes the memory, nvfp4 has less: its conversions take longer than its loads.
     least = 108 if config.block_scaled and config.rows * config.head_size >= 16384 else 128
     assert least * 1024 <= in_flight <= 192 * 1024
@@ -121,7 +121,7 @@ def test_the_ring_keeps_the_memory_busy(config):
 def test_the_ring_is_as_deep_as_it_can_be(config):
     deeper = dataclasses.replace(config, stages=config.stages + 1)
     fits = config.ctas_per_sm * (smem_bytes(deeper) + 1024) <= SMEM_BYTES_PER_SM
-    in_flight = config.ctas_per_sm * config.teams * deeper.stages * config.stage_bytes
+    in_flight = config.ctas_per_sm * deeper.stages * config.stage_bytes
     assert not fits or in_flight > module._MAX_RING_BYTES_PER_SM
 
 
@@ -136,14 +136,13 @@ def test_registers(config):
     )
     scores = config.step_tiles // config.warpgroups * config.rows // 2
     if config.consumer_registers:
-        groups = config.teams * config.warpgroups
-        assert config.threads == config.teams * config.consumer_threads + 128
-        held = config.producer_registers + groups * config.consumer_registers
-        assert held <= (1 + groups) * share
-        assert config.producer_registers % 8 == config.consumer_registers % 8 == 0
+        assert config.threads == config.consumer_threads + 128
+        held = PRODUCER_REGISTERS + config.warpgroups * config.consumer_registers
+        assert held <= (1 + config.warpgroups) * share
+        assert PRODUCER_REGISTERS % 8 == config.consumer_registers % 8 == 0
         share = config.consumer_registers
     else:
-        assert config.threads == config.teams * (config.consumer_threads + 32)
+        assert config.threads == config.consumer_threads + 32
     assert accumulators + scores < share
 
 

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from cute_kernels.attention.decode_sm90.config import (
+    PRODUCER_REGISTERS,
     SMEM_BYTES_PER_CTA,
     SMEM_BYTES_PER_SM,
     TILE_TOKENS,
@@ -118,11 +119,11 @@ def test_setmaxnreg_moves_registers_that_the_cta_has(report, config):
     assert count(variant["opcodes"], "USETMAXREG.DEALLOC") == 1
     assert count(variant["opcodes"], "USETMAXREG.TRY_ALLOC") == 1
     # More than the launch gave the CTA would never be granted: the consumers would wait for ever.
-    groups = config.teams * config.warpgroups
+    groups = config.warpgroups
     assert config.threads == (1 + groups) * WARPGROUP_THREADS
-    held = config.producer_registers + groups * config.consumer_registers
+    held = PRODUCER_REGISTERS + groups * config.consumer_registers
     assert held <= (1 + groups) * variant["registers"]
-    assert config.producer_registers % 8 == config.consumer_registers % 8 == 0
+    assert PRODUCER_REGISTERS % 8 == config.consumer_registers % 8 == 0
 
 
 @over([config for config in TABLE if not config.consumer_registers])

@@ -53,15 +53,12 @@ class DecodeConfig:
     box_tokens: tokens of one TMA box, 64, 32 or 16.
     stages: ring slots, each holding one K or V tile of 64 tokens, or both (``paired``).
     ctas_per_sm: resident CTAs that registers and shared memory are budgeted for.
-    consumer_registers: registers of a consumer thread when the producer warps, padded to a
-        warpgroup, give their own away (setmaxnreg); 0 where they keep them.
+    consumer_registers: registers of a consumer thread when the producer warp is padded to a
+        warpgroup that gives its own away (setmaxnreg); 0 for a single producer warp.
     loader_only: consumers only hand slots back. The read ceiling of perf/, not an attention.
     kv_format: one of ``KV_FORMATS``; what depends on it is a policy, see fragments.py.
     warpgroups: of consumers. Two take two tiles a step: each scores one of them, and multiplies
         both tiles' probabilities with its half of the head.
-    teams: how many times a CTA has all of this, a producer warp, a ring and consumers each. A team
-        does what elsewhere a CTA does; but a slot is loaded anew when all teams have read theirs,
-        so that none is more than ``stages`` tiles ahead (team.py).
     """
 
     head_size: int
@@ -74,7 +71,6 @@ class DecodeConfig:
     loader_only: bool = False
     kv_format: str = "fp8_e4m3"
     warpgroups: int = 1
-    teams: int = 1
 
     @property
     def name(self) -> str:
@@ -129,7 +125,7 @@ class DecodeConfig:
 
     @property
     def release_arrivals(self) -> int:
-        """A team's at a slot's ``empty`` barrier: of one lane a warp, or of all. racecheck does not
+        """Arrivals at a slot's ``empty`` barrier: of one lane a warp, or of all. racecheck does not
         see that a warp's barrier orders the other lanes' reads before the one arrival, and reports
         them against the copies of block scales, which are the only writes to a slot that it
         follows. All lanes' arrivals cost nothing (H200: D128 91.5, D512 47.7 us either way)."""
@@ -180,14 +176,9 @@ class DecodeConfig:
     @property
     def parts_in_flight(self) -> int:
         """Parts of an item whose loads a thread has in flight: as its registers allow."""
-        if self.ctas_per_sm * self.teams >= 4:
+        if self.ctas_per_sm >= 4:
             return 4 if self.box_tokens > 16 else 1
         return 8
-
-    @property
-    def producer_registers(self) -> int:
-        """That a thread of a producer keeps when it gives the others away."""
-        return PRODUCER_REGISTERS if self.teams == 1 else 64
 
     @property
     def consumer_threads(self) -> int:
@@ -205,8 +196,7 @@ class DecodeConfig:
 
     @property
     def threads(self) -> int:
-        producers = WARPGROUP_THREADS if self.consumer_registers else 32 * self.teams
-        return self.teams * self.consumer_threads + producers
+        return self.consumer_threads + (WARPGROUP_THREADS if self.consumer_registers else 32)
 
     @property
     def head_bytes(self) -> int:
@@ -277,14 +267,14 @@ def smem_bytes(config: DecodeConfig) -> int:
     barriers = 2 * 8 * config.stages
     exchange = config.exchange_bytes + config.fold_bytes
     parts = (exchange, queries, config.scale_table_bytes, tables, barriers)
-    return config.teams * (ring + sum(parts)) + 3 * 1024
+    return ring + sum(parts) + 3 * 1024
 
 
 def _stages_within(config: DecodeConfig) -> int:
     """The largest stage count that leaves room for ``ctas_per_sm`` CTAs."""
     budget = min(SMEM_BYTES_PER_SM // config.ctas_per_sm - 1024, SMEM_BYTES_PER_CTA)
-    stage = config.teams * (config.stage_bytes + 16)
-    return (budget - (smem_bytes(config) - config.stages * stage)) // stage
+    fixed = smem_bytes(config) - config.stages * (config.stage_bytes + 16)
+    return (budget - fixed) // (config.stage_bytes + 16)
 
 
 MAX_SPLITS = 64  # of an item
@@ -302,26 +292,24 @@ def make_config(
     kv_format: str = "fp8_e4m3",
 ) -> DecodeConfig:
     """The tuned variant for a head size, row bucket, query dtype, TMA box and cache format."""
-    ctas, registers, *more = RESIDENCY[kv_format][head_size, rows]
+    ctas, registers, *two = RESIDENCY[kv_format][head_size, rows]
     draft = DecodeConfig(
-        head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format, *more
+        head_size, rows, q_dtype, box_tokens, 1, ctas, registers, loader_only, kv_format, *two
     )
-    rings = ctas * draft.teams
-    most = 114688 if draft.warps_apart else _MAX_RING_BYTES_PER_SM
-    stages = min(_stages_within(draft), most // rings // draft.stage_bytes)
+    stages = min(_stages_within(draft), _MAX_RING_BYTES_PER_SM // ctas // draft.stage_bytes)
     return replace(draft, stages=stages)
 
 
 def grid_ctas(config: DecodeConfig, sm_count: int) -> int:
-    """CTAs to launch, each team for one. All are resident at once, which fixup.py relies on.
+    """CTAs to launch. All of them are resident at once, which fixup.py relies on.
 
     At one CTA an SM, 128 of 132 SMs read faster than all of them, also where the work is dealt to
     128 CTAs either way (H200, 2026-11-29: B64 S8192 32/4 D512 470 us with 128 launched, 480 us with
     132 launched and 4 idle). At two CTAs an SM it is the other way round (B32 64/8 D128: 128, 126).
     """
-    if config.ctas_per_sm * config.teams == 1:
+    if config.ctas_per_sm == 1:
         return sm_count - sm_count % 16 if sm_count >= 16 else sm_count
-    return sm_count * config.ctas_per_sm * config.teams
+    return sm_count * config.ctas_per_sm
 
 
 class FixedSplits(NamedTuple):

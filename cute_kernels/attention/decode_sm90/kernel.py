@@ -5,11 +5,11 @@ Shapes: Q and O (total_q, heads, D) bf16 or fp16; K and V (pages, page_size, kv_
 D / 16 block scales by strides of their own); page_size a multiple of the variant's ``box_tokens``.
 A ragged K or V (total_k, kv_heads, D) is one page of total_k tokens.
 
-One CTA, or one team of those that are one CTA (team.py), is a producer warp and one or two consumer
-warpgroups around a ring of 64-token tiles in shared memory: the producer loads K and V by TMA, the
-consumers multiply, out of registers in which what has less than 16 bits becomes fp16 (consumer.py
-says how). Work is dealt in equal stretches of tiles (common/tile_schedule.py); an item that several
-CTAs share is finished by them together at the end of the same launch (fixup.py).
+One CTA is a producer warp and one or two consumer warpgroups around a ring of 64-token tiles in
+shared memory: the producer loads K and V by TMA, the consumers multiply, out of registers in which
+what has less than 16 bits becomes fp16 (consumer.py says how). Work is dealt in equal stretches of
+tiles (common/tile_schedule.py); an item that several CTAs share is finished by them together at the
+end of the same launch (fixup.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from cute_kernels.attention.common.tile_schedule import (
     stretch_of_cta,
 )
 from cute_kernels.attention.decode_sm90.config import (
+    PRODUCER_REGISTERS,
     TILE_TOKENS,
     DecodeConfig,
 )
@@ -43,7 +44,6 @@ from cute_kernels.attention.decode_sm90.producer import (
     Ring,
     TmaOperand,
 )
-from cute_kernels.attention.decode_sm90.team import in_step, team_of_thread
 
 # CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
 COOPERATIVE = True
@@ -159,7 +159,7 @@ class DecodeSm90:
             )
         )
         self.kernel(mma, *k, *v, mQ, scales, lengths, shape, source, output, partial).launch(
-            grid=(scalars.ctas if config.teams == 1 else scalars.ctas // config.teams, 1, 1),
+            grid=(scalars.ctas, 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=config.ctas_per_sm,
@@ -202,26 +202,14 @@ class DecodeSm90:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
-        team = team_of_thread(config)
-        if const_expr(config.teams > 1):
-            cta = cta + team * ctas
-            ctas = ctas * config.teams
-        ring, smem = self._allocate(team)
-        leader = tid == team * config.consumer_threads
-        if leader:
+        ring, smem = self._allocate()
+        if tid == 0:
             for slot in cutlass.range_constexpr(config.stages):
                 cute.arch.mbarrier_init(ring.full + slot, 1)
                 cute.arch.mbarrier_init(ring.empty + slot, config.release_arrivals)
-                if const_expr(config.teams > 1):
-                    if team == 0:
-                        arrivals = config.teams * config.release_arrivals
-                        cute.arch.mbarrier_init(ring.shared_empty + slot, arrivals)
             cute.arch.mbarrier_init_fence()
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
-        if const_expr(config.teams > 1 and not config.loader_only):
-            # here, or each would wait for all others' plans
-            cute.arch.sync_threads()
         if const_expr(config.heads_in_line > 1):
             ctas = ctas // shape.abreast
             place = cta % shape.abreast
@@ -230,22 +218,15 @@ class DecodeSm90:
         else:
             shape = shape._replace(abreast=Int32(1), place=Int32(0))
         stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
-        if leader:
+        if tid == 0:
             plan = smem.plan
             dsl.st_shared_b32x4(plan, stretch.total, stretch.ctas, stretch.item_step, cta)
             dsl.st_shared_b32x2(plan + 16, shape.place, stretch.gap)
-        if const_expr(config.teams == 1 or config.loader_only):
-            cute.arch.sync_threads()
-        if const_expr(config.teams > 1):
-            empty = ring.empty
-            if in_step(stretch):
-                empty = ring.shared_empty
-            ring = ring._replace(empty=empty)
-        consumer_warps = config.teams * config.consumer_warps
-        if warp >= consumer_warps:
+        cute.arch.sync_threads()
+        if warp >= config.consumer_warps:
             if const_expr(config.consumer_registers > 0):
-                cute.arch.setmaxregister_decrease(config.producer_registers)
-            if warp < consumer_warps + config.teams:
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == config.consumer_warps:
                 producer = Producer(config, lengths, shape, source)
                 producer.run(ring, TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV), stretch)
         else:
@@ -254,18 +235,14 @@ class DecodeSm90:
             consumer = Consumer(config, mma, shape, ring, smem, scales.softcap)
             consumer.run(mQ, scales, lengths, output, partial, stretch, cta, ctas)
 
-    def _allocate(self, team: Int32 | int):
-        """The team's ring and tables."""
+    def _allocate(self):
         config = self.config
         rows, D, kind = config.rows, config.head_size, self.mma_type
         warps = config.consumer_warps
         allocator = cutlass.memory.SmemAllocator()
 
         def array(element, count, alignment):
-            first = allocator.allocate_array(
-                element, config.teams * count, byte_alignment=alignment
-            )
-            return first if config.teams == 1 else first + team * count
+            return allocator.allocate_array(element, count, byte_alignment=alignment)
 
         ring = array(Uint8, config.stage_bytes * config.stages, 1024)
         q = array(kind, rows * D if config.queries_in_smem else 8, 1024)
@@ -281,9 +258,6 @@ class DecodeSm90:
         plan = array(Int32, 8, 16)
         full = array(Int64, config.stages, 8)
         empty = array(Int64, config.stages, 8)
-        shared_empty = empty
-        if config.teams > 1:
-            shared_empty = allocator.allocate_array(Int64, config.stages, byte_alignment=8)
         sQ = sP = None
         if config.uses_wgmma:
             atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, kind)
@@ -294,4 +268,4 @@ class DecodeSm90:
             sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=kind), p_layout.outer)
         tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q, fold, plan)
         addresses = [x.toint() for x in tables]
-        return Ring(ring, full, empty, shared_empty), ConsumerSmem(*addresses, sQ, sP)
+        return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)

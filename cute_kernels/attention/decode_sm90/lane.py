@@ -24,7 +24,6 @@ from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS, DecodeC
 from cute_kernels.attention.decode_sm90.fragments import FRAGMENTS
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import Ring
-from cute_kernels.attention.decode_sm90.team import consumer_in_team
 
 SHARED_ITEM_WORDS = 8
 # Maximum of a row that has seen no key: below all scores, and finite, so that a difference with it
@@ -34,7 +33,7 @@ TYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
 class NamedBarrier(IntEnum):
-    CONSUMERS = 1  # the first team's; the others' follow
+    CONSUMERS = 1
 
 
 class Plan(NamedTuple):
@@ -105,9 +104,10 @@ class ConsumerLane:
         self.units = config.head_size // (16 * config.consumer_warps)
         self.blocks = config.head_size // 16 if config.warps_apart else self.units
         self.chains = config.chains
-        self.team, self.tid = consumer_in_team(config)
-        self.lane = self.tid % 32
-        self.warp = cute.arch.make_warp_uniform(self.tid // 32)
+        tid, _, _ = cute.arch.thread_idx()
+        self.tid = tid
+        self.lane = tid % 32
+        self.warp = cute.arch.make_warp_uniform(tid // 32)
         self.g = self.lane // 4
         self.j = self.lane % 4
         # Which quarter of a tile's tokens the warp scores, and of which of the step's tiles.
@@ -142,16 +142,13 @@ class ConsumerLane:
 
     def barrier(self):
         cute.arch.barrier(
-            barrier_id=int(NamedBarrier.CONSUMERS) + self.team,
-            number_of_threads=self.config.consumer_threads,
+            barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=self.config.consumer_threads
         )
 
     def barrier_any(self, condition: Int32) -> Int32:
         """Barrier of the consumers; nonzero for all of them where any thread's condition was."""
         return dsl.barrier_reduce_or(
-            Int32(int(NamedBarrier.CONSUMERS) + self.team),
-            Int32(self.config.consumer_threads),
-            condition,
+            Int32(int(NamedBarrier.CONSUMERS)), Int32(self.config.consumer_threads), condition
         )
 
     def tile_in_ring(self, slot: Int32, operand: int) -> Int32:

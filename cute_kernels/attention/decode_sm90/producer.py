@@ -19,7 +19,6 @@ from cute_kernels.attention.common.tile_schedule import (
 )
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS, DecodeConfig
 from cute_kernels.attention.decode_sm90.layout import TileLayout, swizzle_bits
-from cute_kernels.attention.decode_sm90.team import in_step
 from cute_kernels.formats import NVFP4_GROUP
 
 # Each byte of the cache is read once: L2 should drop it first (createpolicy evict_first).
@@ -66,12 +65,11 @@ class TmaOperand(NamedTuple):
 
 class Ring(NamedTuple):
     """Slots with their barriers: ``full`` (the bytes of bulk copies; lanes' copies of block scales
-    count themselves in), ``empty`` (consumers; the only ones that all teams of a CTA share)."""
+    count themselves in), ``empty`` (consumers)."""
 
     base: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
-    shared_empty: cute.Pointer
 
 
 class Producer:
@@ -304,22 +302,5 @@ class Producer:
             b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
             if tile == 0:
                 line = line + stretch.gap
-        if const_expr(config.teams > 1):
-            if in_step(stretch):
-                self.leave(ring, slot, phase)
         if const_expr(config.block_scaled):
             dsl_nvfp4.wait_for_copies()
-
-    @cute.jit
-    def leave(self, ring: Ring, slot: Int32, phase: Int32):
-        """Let the other teams go on without this one, which has loaded its last tile: its consumers
-        will not arrive for the slots' next phases, the earliest of which begin when the latest that
-        they arrive in are complete."""
-        for _ in cutlass.range_constexpr(self.config.stages):
-            cute.arch.mbarrier_wait(ring.empty + slot, phase)
-            with cute.arch.elect_one():
-                dsl_nvfp4.arrive_and_drop((ring.empty + slot).toint(), self.config.release_arrivals)
-            slot = slot + 1
-            if slot == self.config.stages:
-                slot = Int32(0)
-                phase = phase ^ 1

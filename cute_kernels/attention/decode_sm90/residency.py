@@ -1,5 +1,4 @@
-"""How many CTAs of a decode variant share an SM, what registers and warpgroups they have, and how
-many teams they are.
+"""How many CTAs of a decode variant share an SM, and what registers and warpgroups they have.
 
 Import-light, as config.py.
 """
@@ -7,7 +6,7 @@ Import-light, as config.py.
 from __future__ import annotations
 
 # (head size, rows) -> (CTAs per SM, consumer registers by setmaxnreg or 0, consumer warpgroups if
-# more than one, teams if more than one).
+# more than one).
 #
 # One consumer warpgroup hides the latency of a 64-token tile only when the tile is large: small
 # tiles want more CTAs beside each other. An SM partition of 16384 registers then holds 2, 3, 4 or
@@ -31,8 +30,7 @@ _RESIDENCY_FP8 = {
 }
 # NVFP4 is bound by the issue of instructions, not by loads: it wants more warps, as long as nothing
 # spills. The best of what was tried on an H200 (perf/NOTES.md); for (256, 16), (256, 32), (64, 16)
-# and (64, 32) what compiles without spills. Four teams of one CTA, unlike four CTAs, end together,
-# and their producers are a warpgroup whose registers the consumers get.
+# and (64, 32) what compiles without spills.
 _RESIDENCY_NVFP4 = {
     (512, 8): (2, 0),
     (512, 16): (2, 216),
@@ -40,11 +38,11 @@ _RESIDENCY_NVFP4 = {
     (256, 8): (3, 0),
     (256, 16): (2, 216),
     (256, 32): (2, 216),
-    (128, 8): (1, 104, 1, 4),
+    (128, 8): (4, 0),
     (128, 16): (2, 0),
     (128, 32): (2, 0),
     (128, 64): (2, 216),
-    (64, 8): (1, 104, 1, 4),
+    (64, 8): (4, 0),
     (64, 16): (3, 0),
     (64, 32): (3, 0),
     (64, 64): (2, 216),
