@@ -113,7 +113,8 @@ def work_bucket(items: int, visible: int, sm_count: int) -> int:
 def tuned_configs() -> dict[tuple[int, int], dict[int, DecodeConfig]]:
     """(head size, rows) -> work bucket -> configuration, from `triton_decode_configs.json`."""
     tuned: dict[tuple[int, int], dict[int, DecodeConfig]] = {}
-    for entry in json.loads(CONFIG_FILE.read_text(encoding="utf-8"))["configs"]:
+    runs = json.loads(CONFIG_FILE.read_text(encoding="utf-8"))["runs"]
+    for entry in (entry for run in runs for entry in run["configs"]):
         of_shape = tuned.setdefault((entry["head_size"], entry["rows"]), {})
         of_shape[entry["work_bucket"]] = DecodeConfig(**entry["config"])
     return tuned
