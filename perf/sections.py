@@ -204,10 +204,8 @@ def provenance(file: ResultFile, folder: str) -> str:
 
 def between_runs(old: ResultFile, new: ResultFile) -> str:
     """Our times in the file before and in the newest one, case by case, or why not."""
-    lines, notes = (
-        [],
-        [f"In one run only: {case}." for case in unpaired((old.rows, new.rows), OURS)],
-    )
+    alone = ", ".join(unpaired((old.rows, new.rows), OURS))
+    lines, notes = [], [f"In one run only: {alone}."] if alone else []
     machines: Differences = {}
     states: dict[str, None] = {}
     for was, row in pairs((old.rows, new.rows), OURS):

@@ -156,9 +156,11 @@ def test_the_newest_file_is_shown_beside_the_one_before(copy):
     results = copy / render.RESULTS
     for path in results.iterdir():
         path.unlink()
-    other, gone = replace(SMALL, seed=99), replace(SMALL, batch=9)
+    other, gone, new_one = (
+        replace(SMALL, **change) for change in ({"seed": 99}, {"batch": 9}, {"q_len": 3})
+    )
     old = [make_test_row(median=120.0), make_test_row(case=gone)]
-    new = [make_test_row(machine=LATER), make_test_row(case=replace(SMALL, q_len=3), machine=LATER)]
+    new = [make_test_row(machine=LATER), make_test_row(case=new_one, machine=LATER)]
     write_rows(results / "2026-01-02_decode_x.json", old)
     write_rows(results / "2026-01-03_decode_x.json", new)
     page = render.document(render.find(results), results)
@@ -167,7 +169,7 @@ def test_the_newest_file_is_shown_beside_the_one_before(copy):
     assert "| case | 0123456789ab, us | fedcba987654-dirty, us | times faster |" in between
     assert cells(between, SMALL.name) == [SMALL.name, "120.0", "100.0", "1.20"]
     assert "The machines differ in: driver: '1.2' and '2'." in between
-    assert f"In one run only: {gone.name}." in between
+    assert f"In one run only: {gone.name}, {new_one.name}." in between
     assert "driver 2; unknown; torch 2.11.0, triton 3.6.0; commit fedcba987654321-dirty" in page
     write_rows(results / "2026-01-03_decode_x.json", [make_test_row(case=other, machine=LATER)])
     page = render.document(render.find(results), results)
