@@ -35,6 +35,7 @@ from perf.sections import (
     timed_table,
 )
 from perf.serving_sections import serving_summary, serving_table
+from perf.wording import COPIES, PREFILL, SHAPES, TIMES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCUMENT, PLOTS, README = "perf/results", "docs/performance.md", "docs/plots", "README.md"
@@ -42,14 +43,6 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _NAME = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)_(?P<label>(?P<kind>[a-z]+)_\w+)\.json")
 _COMMAND = "python -m perf.render"
 
-TIMES = (
-    "`us`: median microseconds of a call inside a CUDA graph. `ratio`: how many times our time the "
-    "other provider took in the same process; bold where we lose by more than 1 %."
-)
-SHAPES = (
-    "B sequences of S keys, query/KV heads, head size D; q query tokens each (else one), w keys of "
-    "a sliding window."
-)
 INTRODUCTION = (
     f"Every number here comes from a file in `{RESULTS}`; `{_COMMAND}` writes this page anew. "
     "[perf/README.md](../perf/README.md) says what is measured and how, "
@@ -110,7 +103,8 @@ KINDS = (
         read=read_rows,
         table=_whole,
         about=f"{SHAPES} TB/s count each K and V byte that the mask shows once; the read ceiling "
-        "is what a large reduction reads in the same process, and a kernel may read faster. "
+        "is what a reduction of 2 GiB reads in the same process (before that size was recorded: of "
+        "the cases' own inputs), and a kernel may read faster. "
         "`of the loader`: of what our kernel's loads alone reach there.",
         details="`min..max`: over the rounds. `1/graph` and `host`: us with one call per graph, "
         "and of the host for an eager call. `error`: relative, against float64.",
@@ -123,7 +117,7 @@ KINDS = (
         title="Prefill",
         read=read_rows,
         table=_whole,
-        about="TFLOP/s count the (query, key) pairs inside the mask, 4 D operations each.",
+        about=PREFILL,
         details=f"{SHAPES} `error`: relative, against float64.",
         plot=plots.prefill,
         brief=_brief,
@@ -134,7 +128,7 @@ KINDS = (
         title="Storing new keys and values",
         read=read_rows,
         table=_whole,
-        about="A copy that moves as many bytes, in the same process, is the ceiling.",
+        about=COPIES,
         details="`reshape_and_cache` of T tokens, KV heads x head size. `error`: share of the "
         "bytes that differ from the reference.",
         plot=plots.store,
@@ -148,8 +142,7 @@ KINDS = (
         table=_whole,
         about="`fused_indexer_q_rope_quant` (Q, 64 heads of 128) and `compress_norm_rope_insert` "
         "(K, windows of 8 or 128 state rows) of T tokens. Of up to 256 tokens each completes a row "
-        "of K, of more every 4th or 128th. A copy that moves as many bytes, in the same process, "
-        "is the ceiling.",
+        f"of K, of more every 4th or 128th. {COPIES}",
         details="`error`: share of the written bytes that differ from the reference.",
         brief=indexer_summary,
         timed=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +16,8 @@ from perf import bench_serving, serving_inputs, trace
 from perf.bench_serving import CHECK_STEP, CONFIGS, DTYPES
 from perf.inputs import random_codes
 from perf.rows import OK, Measurement, check_row, make_row, make_workload
-from perf.sections import ResultFile
 from perf.serving_estimate import Steps, mean_of_all
 from perf.serving_inputs import PAGE
-from perf.serving_sections import (
-    LAST_WITHOUT_16_BIT_DECODE,
-    SERVING_COLUMNS,
-    reservations,
-    serving_lines,
-    serving_summary,
-    serving_table,
-)
 from perf.timing import Timing
 from perf.trace import Layers, Step, TraceSpec, Work
 from tests.perf.helpers import MACHINE, METHOD
@@ -276,18 +266,6 @@ def test_rows_are_result_rows():
     assert work["output_tokens"] == sum(r.output for r in trace.make_requests(SPEC))
 
 
-def test_the_table_has_times_capacity_and_reasons():
-    ((*cells, status),) = serving_lines(rows_of())
-    work = rows_of()[0]["workload"]
-    assert cells[:3] == ["gemma-4-31b", "2", "`fp8`"] and len(cells) + 1 == len(SERVING_COLUMNS)
-    assert cells[4:7] == ["3000", "500.0", "3500"] and status == ""
-    assert cells[7] == f"{3500 * work['steps_in_trace'] / 1e6:.2f}"
-    assert cells[8:] == ["8 %", f"{work['kv_capacity_tokens']:,} in 40 GiB"]
-    ((*cells, status),) = serving_lines(rows_of("no kernel: nvfp4 (more); still more"))
-    assert status == "no kernel: nvfp4" and cells[4:9] == [""] * 5
-    assert cells[9] == f"{work['kv_capacity_tokens']:,} in 40 GiB"
-
-
 def test_pools_hold_what_their_dtype_says():
     generator = torch.Generator().manual_seed(0)
     layer: Layers = small_layers("fp8")
@@ -296,31 +274,6 @@ def test_pools_hold_what_their_dtype_says():
     assert not fp8.k.float().isnan().any() and not torch.equal(fp8.k.float(), fp8.v.float())
     assert serving_inputs.make_pool(layer, "bf16", 2, generator).v.dtype is torch.bfloat16
     assert len(random_codes(4096, generator).unique()) == 254
-
-
-def test_what_no_longer_holds_is_said_of_the_commit_alone():
-    def said(status, commit):
-        rows = [row | {"commit": commit} for row in rows_of(status)]
-        file = ResultFile(Path("x.json"), "serving", "serving_x", "2026-01-02", rows)
-        texts = {
-            reservations(file) in text for text in (serving_table(file), serving_summary(file))
-        }
-        assert texts == {True}
-        return reservations(file)
-
-    assert said(OK, "abc") == ""
-    assert "prefill kernel alone" in said(OK, LAST_WITHOUT_16_BIT_DECODE + "282")
-    assert said("no kernel: nvfp4", "abc") == "`no kernel` holds for the commit that was measured."
-
-
-def test_the_summary_has_a_step_and_the_capacity_or_says_that_no_kernel_serves_it():
-    for status, time in ((OK, "3500 us"), ("no kernel: nvfp4", "no kernel")):
-        rows = rows_of(status)
-        file = ResultFile(Path("x.json"), "serving", "serving_x", "2026-01-02", rows)
-        fits = f"{rows[0]['workload']['kv_capacity_tokens']:,}"
-        text = serving_summary(file)
-        assert text.splitlines()[-1] == f"| gemma-4-31b | 2 | {time}, {fits} |"
-        assert "(the mean of 2)" in text and "40 GiB" in text
 
 
 def test_kernels_of_all_kinds_of_layers_are_told_once(monkeypatch):
