@@ -1,4 +1,4 @@
-"""docs/performance.md, its plots and the README's results, from the files in perf/results.
+"""docs/performance.md, its plots, the README's results and the figures of docs/, from perf/results.
 
     python -m perf.render            write what is not as the results say
     python -m perf.render --check    write nothing; exit status 1 if something would be written
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from perf import plots
+from perf import doc_blocks, plots
 from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement, read_accuracy
 from perf.rows import read_json, read_rows
 from perf.sections import (
@@ -182,7 +182,8 @@ KINDS = (
         read=read_json,
         table=perplexity_table,
         about="Change against a bf16 cache, +- one standard error of the paired differences over "
-        "tokens; read a change below two as none.",
+        "tokens, taken as independent, so too small; read a change below two as none. By "
+        "`perf.perplexity`, of which `perf.accuracy` has taken the place.",
         plot=plots.perplexity,
     ),
     Kind(
@@ -190,7 +191,8 @@ KINDS = (
         title="The demo",
         read=_read_demo,
         table=demo_table,
-        about="What `make demo` reports: perplexity with a bf16 and an FP8 cache, and, where it "
+        about="What `make demo` reports: perplexity with a bf16 and an FP8 cache (errors take "
+        "tokens as independent, so they are too small), and, where it "
         "compared them, the greedy tokens that kernel and torch reference choose alike: `as "
         "reference` at each step from one cache, `leading` with a cache each, until they differ.",
     ),
@@ -327,7 +329,10 @@ def texts(root: Path) -> dict[str, str]:
     readme = (root / README).read_text(encoding="utf-8")
     return {
         DOCUMENT: document(found, root / RESULTS),
-        README: with_region(readme, readme_region(found)),
+        README: doc_blocks.with_blocks(
+            README, with_region(readme, readme_region(found)), found, root
+        ),
+        **doc_blocks.pages(root, found),
     }
 
 
