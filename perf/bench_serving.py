@@ -295,7 +295,8 @@ def run(
             Steps([step for step in steps if step.kind == kind]),
             Steps(trace.sample(steps, kind, options.most_steps)),
         )
-        for kind in dict.fromkeys(step.kind for step in steps)
+        for kind in (trace.PLAIN, trace.CHUNKED)
+        if any(step.kind == kind for step in steps)
     }
     timed: list[tuple[dict[str, Any], list[Layers], Step, str]] = []
     ceilings = device_ceilings(ceiling_buffer(), median_us)

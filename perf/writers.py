@@ -113,7 +113,7 @@ def measure(
         f"{contender.name}_tb_per_s": 2 * size / timing.median_us / 1e6
         for contender, timing in zip(of_copies, rotating[len(contenders) :], strict=True)
     }
-    l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return results, method_of(case, sets, rounds, l2_bytes), rates | {"copy_gib": 2 * size / 2**30}
 
 
