@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from demo import texts
 from demo.models import MODELS, find_gguf, load_tokenizer
-from perf.rows import read_json
+from perf.reading import read_json
 
 
 class Ids(NamedTuple):

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perf.rows import is_number, read_json
+from perf.reading import read_json
+from perf.rows import is_number
 from perf.sections import BASELINE, ResultFile, markdown
 
 Row = Mapping[str, Any]

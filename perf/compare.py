@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from perf.report import plot_speedups
-from perf.rows import DIRTY, OK, UNKNOWN, check_row, read_rows
+from perf.reading import read_rows
+from perf.rows import DIRTY, OK, UNKNOWN, check_row
 
 Row = Mapping[str, Any]
 Differences = dict[str, tuple[Any, Any]]

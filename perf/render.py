@@ -20,7 +20,7 @@ import click
 
 from perf import plots
 from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement, read_accuracy
-from perf.rows import read_json, read_rows
+from perf.reading import read_demo, read_json, read_load, read_perplexity, read_rows, read_serving
 from perf.sections import (
     ResultFile,
     between_runs,
