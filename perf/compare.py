@@ -33,8 +33,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from perf.report import plot_speedups
 from perf.reading import read_rows
+from perf.report import plot_speedups
 from perf.rows import DIRTY, OK, UNKNOWN, check_row
 
 Row = Mapping[str, Any]

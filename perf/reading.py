@@ -112,7 +112,9 @@ def check_one_run(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """
     for row in rows:
         if not same_run(rows[0], row):
-            both = [(name, rows[0].get(name, UNKNOWN), row.get(name, UNKNOWN)) for name in RUN_FIELDS]
+            both = [
+                (name, rows[0].get(name, UNKNOWN), row.get(name, UNKNOWN)) for name in RUN_FIELDS
+            ]
             apart = "; ".join(f"{name}: {a!r} and {b!r}" for name, a, b in both if a != b)
             raise BadFile(f"{Path(path).name}: rows of two runs, which differ in {apart}")
 
@@ -173,9 +175,7 @@ def is_positive(value: object) -> bool:
 
 def is_error(value: object) -> bool:
     """Whether it is the standard error of a relative change: 0 where all values are the same."""
-    return is_number(value) and (
-        value == 0 or LEAST_STANDARD_ERROR < value <= MOST_STANDARD_ERROR
-    )
+    return is_number(value) and (value == 0 or LEAST_STANDARD_ERROR < value <= MOST_STANDARD_ERROR)
 
 
 def check_change(change: Any, perplexity: float, baseline: float) -> None:

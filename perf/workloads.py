@@ -1,10 +1,12 @@
-"""What follows from a row's workload: the name of its case, the bytes that it moves, and how wrong a
-result that has a time may be. A row that says otherwise was edited, or is of another benchmark.
+"""What follows from a row's workload: its case's name, its bytes, and how wrong a timed result is.
+
+A row that says otherwise was edited, or is of another benchmark.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,23 +16,23 @@ from perf.bench_prefill import PrefillCase
 from perf.cases import UNIFORM, DecodeCase
 from perf.providers import MAX_RELATIVE_ERROR, PROVIDERS
 from perf.rows import OK, canonical
-from perf.serving_inputs import moved_bytes
 from perf.targets import OURS
 from perf.traffic import traffic
 
 Row = Mapping[str, Any]
 MOST_ERROR = {provider.name: provider.max_relative_error for provider in PROVIDERS}
+_SERVING = ("model", "kv_cache_dtype", "kind", "tp_size")
 # Rates have four digits, times five: half a digit of the last of each.
 OF_RATE, OF_TIME = 5e-4, 5e-5
 SLACK = 1.01
 
 
 class Expected(NamedTuple):
-    """Of a row. moved_bytes: that its rate counts. error: the largest of a result that is right.
-    facts: fields of the workload that follow from others."""
+    """Of a row. moved_bytes: that its rate counts; None where that is not known. error: the
+    largest of a result that is right. facts: fields of the workload that follow from others."""
 
     name: str
-    moved_bytes: int
+    moved_bytes: float | None
     error: float
     facts: Mapping[str, Any]
 
@@ -64,42 +66,53 @@ def _indexer(row: Row) -> Expected:
     return Expected(case.name, case.moved_bytes, bench_indexer.BASELINE_MISMATCHES, {})
 
 
-_steps = cache(trace.simulate)
+@cache
+def _steps(spec: trace.TraceSpec, kind: str) -> list[trace.Step]:
+    return [step for step in trace.simulate(spec) if step.kind == kind]
 
 
 @cache
-def _of_trace(
-    model: str, tp_size: int, dtype: str, kind: str, spec: trace.TraceSpec, count: int, gib: float
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """What a step's workload says besides, and the bytes that each part of it moves."""
-    from perf import bench_serving  # which shows rows, by what reads them with this module
+def _mean_step(spec: trace.TraceSpec, kind: str, window: int | None) -> tuple[float, float]:
+    """Keys that a layer of a window reads in a step of a kind, and new tokens; means of all."""
+    works = [step.work for step in _steps(spec, kind)]
+    keys = statistics.fmean(trace.keys_read(work, window) for work in works)
+    return keys, statistics.fmean(sum(query for query, _ in work) for work in works)
 
-    config = json.loads((bench_serving.CONFIGS / f"{model}.json").read_text(encoding="utf-8"))
-    layers = trace.layers_of(config, dtype, tp_size)
-    sampled = trace.sample(_steps(spec), kind, count)
-    moved = {
-        part: sum(
-            bench_serving.calls_of(layer, part) * moved_bytes(layer, step.work, part)
-            for layer in layers
-            for step in sampled
-        )
-        // len(sampled)
-        for part in bench_serving.PARTS
-    }
-    return bench_serving.facts_of(spec, _steps(spec), sampled, layers, gib), moved
+
+@cache
+def _layers(model: str, kv_cache_dtype: str, tp_size: int) -> list[trace.Layers]:
+    from perf.bench_serving import CONFIGS  # which shows rows, by what reads them with this module
+
+    config = json.loads((CONFIGS / f"{model}.json").read_text(encoding="utf-8"))
+    return trace.layers_of(config, kv_cache_dtype, tp_size)
 
 
 def _serving(row: Row) -> Expected:
-    from perf import bench_serving
+    from perf.bench_serving import MAX_ERROR
 
-    work, part = row["workload"], row["op"].removeprefix("serving_")
-    names = ("model", "tp_size", "kv_cache_dtype", "kind")
-    cell = [work[name] for name in names]
-    spec = trace.TraceSpec(**work["trace"])
-    facts, moved = _of_trace(*cell, spec, work["steps_measured"], work["kv_gib"])
-    name = bench_serving.ServingCase(*cell, part, ()).name
-    error = bench_serving.MAX_ERROR[work["kv_cache_dtype"]] if part == "attention" else 0.0
-    return Expected(name, moved[part], error, facts)
+    work, attention = row["workload"], row["op"] == "serving_attention"
+    model, dtype, kind, tp_size = (row["workload"][name] for name in _SERVING)
+    spec, layers = trace.TraceSpec(**work["trace"]), _layers(model, dtype, tp_size)
+    requests = trace.make_requests(spec)
+    length = round(statistics.fmean(r.prompt + r.output for r in requests))
+    budget, moved = int(work["kv_gib"] * 2**30), 0.0
+    for layer in layers:
+        config = layer.config
+        keys, tokens = _mean_step(spec, kind, config.sliding_window)
+        new = 2 * 2 * config.num_kv_heads * config.head_size + config.bytes_per_token
+        moved += layer.count * keys * config.bytes_per_token if attention else 0.0
+        moved += 0.0 if attention else layer.cached * tokens * new
+    facts = {
+        "input_tokens": sum(request.prompt for request in requests),
+        "output_tokens": sum(request.output for request in requests),
+        "steps_in_trace": len(_steps(spec, kind)),
+        "sequence_tokens": length,
+        "kv_capacity_tokens": trace.capacity_tokens(layers, budget, length, work["page_size"]),
+    }
+    name = f"{model} TP{tp_size} {dtype}, {kind}, {row['op'].removeprefix('serving_')}"
+    error = MAX_ERROR[dtype] if attention else 0.0
+    # Files of before steps were sampled by their work have the bytes of samples.
+    return Expected(name, moved if "sampling" in work else None, error, facts)
 
 
 EXPECTED: Mapping[str, Callable[[Row], Expected]] = {
@@ -117,14 +130,14 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
     return abs(value - wanted) <= SLACK * tolerance * abs(wanted)
 
 
-def check_figures(row: Row, moved: int) -> None:
+def check_figures(row: Row, moved: float | None) -> None:
     """Refuse figures that are not what the row's times make them, but for rounding.
 
     Raises:
         ValueError: a rate, or a share of the ceiling or of the loader.
     """
     median, ceiling = row["median_us"], row["read_ceiling_tb_per_s"]
-    rate = moved / median / 1e6
+    rate = row["tb_per_s"] if moved is None else moved / median / 1e6
     wanted = {
         "tb_per_s": (rate, OF_RATE + OF_TIME),
         "pct_of_ceiling": (100 * rate / ceiling, 2 * OF_RATE + OF_TIME),
