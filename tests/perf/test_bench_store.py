@@ -11,13 +11,13 @@ from cute_kernels.reference.store import gather_kv
 from perf import bench_store, writers
 from perf.bench_store import DTYPES, OURS, StoreCase
 from perf.compare import pairs
+from perf.reading import read_rows
 from perf.rows import (
     OK,
     Measurement,
     check_row,
     make_row,
     make_workload,
-    read_rows,
     write_rows,
 )
 from perf.timing import Timing
