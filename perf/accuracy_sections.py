@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from perf.rows import is_number, read_json
+from perf.accuracy_reading import blocks
 from perf.sections import BASELINE, ResultFile, markdown
 
 Row = Mapping[str, Any]
@@ -27,34 +26,6 @@ COLUMNS = (
     "error behind the last layer",
 )
 ONE_BLOCK = " (one block: no error)"
-
-
-def read_accuracy(path: Path) -> list[dict[str, Any]]:
-    """Rows of a result file.
-
-    Raises:
-        ValueError: no JSON, NaN in it, two rows for the same, a change without the ids that were
-            read, an estimate that is none.
-    """
-    rows, seen = read_json(path), set()
-    for row in rows:
-        names = ("model", "kv_cache_dtype", "tokens", "ids_sha256", "device", "commit", "date")
-        missing = [name for name in names if not row.get(name)]
-        if missing:
-            raise ValueError(f"accuracy row: missing {', '.join(missing)}")
-        where = f"accuracy row {row['model']}, {row['kv_cache_dtype']}"
-        key = tuple(
-            row.get(name) for name in ("model", "kv_cache_dtype", "rotate_keys", "per_head")
-        )
-        if key in seen:
-            raise ValueError(f"{where}: two rows")
-        seen.add(key)
-        for name, value in row.items():
-            if isinstance(value, dict) and "standard_error" in value:
-                error = value["standard_error"]
-                if not is_number(value["value"]) or not (error is None or is_number(error)):
-                    raise ValueError(f"{where}: {name} is {value}, no estimate")
-    return rows
 
 
 def figure(estimate: Row | None, scale: float = 1.0, sign: str = "") -> str:
@@ -98,7 +69,7 @@ def accuracy_lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def accuracy_table(file: ResultFile) -> str:
-    return markdown(COLUMNS, accuracy_lines(file.rows))
+    return f"{blocks(file.rows)}\n\n{markdown(COLUMNS, accuracy_lines(file.rows))}".lstrip()
 
 
 def accuracy_summary(file: ResultFile) -> str:
@@ -106,7 +77,8 @@ def accuracy_summary(file: ResultFile) -> str:
     shown = ("model", "KV cache", "perplexity", "change, %", "KL, nats", "top-1 as bf16, %")
     columns = [COLUMNS.index(title) for title in shown]
     lines = accuracy_lines([row for row in file.rows if "perplexity" in row])
-    return markdown(shown, [[line[column] for column in columns] for line in lines])
+    table = markdown(shown, [[line[column] for column in columns] for line in lines])
+    return f"{blocks(file.rows)}\n\n{table}".lstrip()
 
 
 def agreement(one: ResultFile, other: ResultFile) -> str:
@@ -132,7 +104,10 @@ def agreement(one: ResultFile, other: ResultFile) -> str:
 
 
 def _same_work(one: Row, other: Row) -> bool:
-    names = ("model", "kv_cache_dtype", "rotate_keys", "per_head", "ids_sha256", "window_tokens")
+    names = ["model", "kv_cache_dtype", "rotate_keys", "per_head", "ids_sha256", "window_tokens"]
+    names += ["calibration_tokens"]
+    if "calibration_sha256" in one and "calibration_sha256" in other:
+        names.append("calibration_sha256")
     # Rows of before there was a choice lack per_head.
     return "perplexity" in one and all(
         (one.get(name) or None) == (other.get(name) or None) for name in names

@@ -15,7 +15,7 @@ from typing import Any
 
 from cute_kernels.attention.decode_sm90.config import DecodeConfig, row_buckets, support_table
 from perf import ceilings
-from perf.rows import read_json
+from perf.reading import read_json
 from perf.sections import ResultFile, compare, markdown, number
 from perf.targets import OURS, tflops
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import click
 
 from perf import doc_blocks, plots
-from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement, read_accuracy
-from perf.rows import read_json, read_rows
+from perf.accuracy_reading import read_accuracy
+from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement
+from perf.reading import read_demo, read_json, read_load, read_perplexity, read_rows, read_serving
 from perf.sections import (
     ResultFile,
     between_runs,
@@ -50,22 +51,6 @@ INTRODUCTION = (
     "those that we lose included. Compare rows of one file: other files come from other days and "
     "machines, which each names. A commit that ends in `-dirty` had changes that were not in it."
 )
-
-
-def _read_load(path: Path) -> list[dict[str, Any]]:
-    """Rows of `perf.bench_load`, each with what the file says about the machine."""
-    about = read_json(path)
-    rows = about.pop("rows")
-    return [about | row for row in rows]
-
-
-def _read_demo(path: Path) -> list[dict[str, Any]]:
-    """Runs of the demo: what it wrote, or a list of that, made flat."""
-    found = read_json(path)
-    return [
-        run | run.get("quality", {}) | run.get("generation", {})
-        for run in (found if isinstance(found, list) else [found])
-    ]
 
 
 class Kind(NamedTuple):
@@ -150,7 +135,7 @@ KINDS = (
     Kind(
         name="serving",
         title="Whole serving steps",
-        read=read_rows,
+        read=read_serving,
         table=serving_table,
         about="Attention and store over all layers of a model on one device, per step of a fixed "
         "trace (`perf/trace.py`): sequences that decode, sequences that verify draft tokens, and "
@@ -158,13 +143,13 @@ KINDS = (
         "A bf16 cache is stored by torch's `index_copy_`.",
         brief=serving_summary,
     ),
-    Kind(name="load", title="Loading kernels from a bundle", read=_read_load, table=load_table),
+    Kind(name="load", title="Loading kernels from a bundle", read=read_load, table=load_table),
     Kind(
         name="accuracy",
         title="Accuracy: real models by KV cache dtype",
         read=read_accuracy,
         table=accuracy_table,
-        about="Against a bf16 cache on the same tokens, +- one standard error, over blocks of 128 "
+        about="Against a bf16 cache on the same tokens, +- one standard error, over blocks of "
         "tokens: neighbours are alike, and errors that take them as independent are too small.",
         details="Of greedy tokens the error is over prompts, of embeddings over texts; where none "
         "differs none is shown, which n texts cannot tell from 3 / n. KL: of the next token's "
@@ -179,7 +164,7 @@ KINDS = (
     Kind(
         name="perplexity",
         title="Perplexity with and without rotated keys",
-        read=read_json,
+        read=read_perplexity,
         table=perplexity_table,
         about="Change against a bf16 cache, +- one standard error of the paired differences over "
         "tokens, taken as independent, so too small; read a change below two as none. By "
@@ -189,7 +174,7 @@ KINDS = (
     Kind(
         name="demo",
         title="The demo",
-        read=_read_demo,
+        read=read_demo,
         table=demo_table,
         about="What `make demo` reports: perplexity with a bf16 and an FP8 cache (errors take "
         "tokens as independent, so they are too small), and, where it "

@@ -74,7 +74,7 @@ def make_table(rows: Sequence[Row]) -> Table:
 
 def print_report(rows: Sequence[Row], console: Console | None = None) -> None:
     """The table, then the read ceiling and who is absent: last on the terminal, under 6 KB."""
-    console = console or Console(width=WIDTH)
+    console = console or Console(width=WIDTH, markup=False)
     console.print(make_table(rows))
     first = rows[0]
     console.print(

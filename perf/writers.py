@@ -175,7 +175,7 @@ def print_report(rows: list[dict[str, Any]]) -> None:
             f"{ours['host_us']:.0f}",
             triton[:20],
         )
-    Console(width=118).print(table)
+    Console(width=118, markup=False).print(table)
     first = rows[0]
     click.echo(f"{first['gpu']}, driver {first['driver']}, {first['date']}")
 

@@ -13,6 +13,7 @@ from perf import bench_store, writers
 from perf.bench_store import DTYPES, OURS, StoreCase
 from perf.compare import pairs
 from perf.inputs import ROTATED_BYTES
+from perf.reading import read_rows
 from perf.rows import (
     BY_HAND,
     OK,
@@ -20,7 +21,6 @@ from perf.rows import (
     check_row,
     make_row,
     make_workload,
-    read_rows,
     write_rows,
 )
 from perf.timing import Timing
