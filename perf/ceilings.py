@@ -23,27 +23,33 @@ def moved_bytes(row: Row) -> float:
     return row["tb_per_s"] * row["median_us"] * 1e6
 
 
-def _of_best(row: Row, rates: Sequence[float]) -> float:
+def _beside_copies(row: Row) -> bool:
+    return row["op"] == "store" or row["op"].startswith("indexer")
+
+
+def _of_best(row: Row, copies: Sequence[Row]) -> float:
+    rates = [other["read_ceiling_tb_per_s"] for other in copies]
     return min([row["pct_of_ceiling"], *(100 * row["tb_per_s"] / rate for rate in rates)])
 
 
 def share(row: Row, rows: Sequence[Row]) -> float:
     """Percent of the ceiling that a row with a time reaches: of its own, or where it is a copy of
-    the fastest of a similar size among `rows`, those of the file; of the fastest of all where that
-    is still above."""
-    if row["op"] != "store" and not row["op"].startswith("indexer"):
+    the fastest of a similar size among `rows`, those of the file."""
+    if not _beside_copies(row):
         return row["pct_of_ceiling"]
-    timed = [other for other in rows if other["status"] == OK]
     own = moved_bytes(row)
-    similar = [
-        other["read_ceiling_tb_per_s"]
-        for other in timed
-        if own / SIMILAR <= moved_bytes(other) <= own * SIMILAR
-    ]
-    found = _of_best(row, similar)
-    if found > ABOVE:
-        found = _of_best(row, [other["read_ceiling_tb_per_s"] for other in timed])
-    return found
+    timed = [other for other in rows if other["status"] == OK]
+    return _of_best(row, [x for x in timed if own / SIMILAR <= moved_bytes(x) <= own * SIMILAR])
+
+
+def reaches(row: Row, rows: Sequence[Row], percent: float) -> bool:
+    """Whether a row reaches a share of its copy. Where `share` is above what noise explains, the
+    copy says nothing: then only if it reaches that share of the file's fastest copy of any size."""
+    found = share(row, rows)
+    if found > ABOVE and _beside_copies(row):
+        found = _of_best(row, [other for other in rows if other["status"] == OK])
+        return percent <= found <= ABOVE
+    return found >= percent
 
 
 def in_words(row: Row, rows: Sequence[Row]) -> str:

@@ -120,7 +120,7 @@ MEASUREMENTS = (
     Measurement(
         "decode", "perf.bench_decode", 150, ("--group=fp8", "--group=nvfp4", "--group=bf16")
     ),
-    Measurement("serving", "perf.bench_serving", 180, ("--steps", "6", "--rounds", "6")),
+    Measurement("serving", "perf.bench_serving", 200, ("--steps", "6", "--rounds", "6")),
     Measurement("prefill", "perf.bench_prefill", 90),
     Measurement(
         "decode",

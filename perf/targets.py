@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perf.cases import DecodeCase
-from perf.ceilings import share
+from perf.ceilings import reaches
 from perf.traffic import flops
 
 Row = Mapping[str, Any]
@@ -105,7 +105,7 @@ def _store_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
         found.append(Verdict(f"<= {STORE_DECODE_US:g} us", row["median_us"] <= STORE_DECODE_US))
     if row["batch"] >= STORE_PREFILL_TOKENS:
         wanted = f">= {STORE_SHARE_OF_COPY:g} % of the copy"
-        found.append(Verdict(wanted, share(row, rows) >= STORE_SHARE_OF_COPY))
+        found.append(Verdict(wanted, reaches(row, rows, STORE_SHARE_OF_COPY)))
     if row["kv_cache_dtype"] == SEARCH_DTYPE:
         shape = ("provider", "batch", "num_kv_heads", "head_size")
         for plain in rows:
@@ -120,7 +120,7 @@ def _indexer_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     if row["batch"] < INDEXER_TOKENS:
         return []
     wanted = f">= {INDEXER_SHARE_OF_COPY:g} % of the copy"
-    return [Verdict(wanted, share(row, rows) >= INDEXER_SHARE_OF_COPY)]
+    return [Verdict(wanted, reaches(row, rows, INDEXER_SHARE_OF_COPY))]
 
 
 def verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
