@@ -14,7 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from perf.report import plot_bandwidth
+from perf.ceilings import share
+from perf.report import plot_bandwidth, title_of
 from perf.rows import OK, fingerprint
 from perf.sections import BASELINE, ResultFile
 from perf.targets import OURS, tflops
@@ -106,7 +107,8 @@ def decode(file: ResultFile) -> Plot | None:
         for row in file.rows
         if row["status"] == OK
     ]
-    return Plot(f"{file.label}.svg", {"rows": rows}, _draw_decode) if rows else None
+    data = {"title": title_of(rows), "rows": rows} if rows else {}
+    return Plot(f"{file.label}.svg", data, _draw_decode) if rows else None
 
 
 def _draw_prefill(data: Mapping[str, Any], path: Path, metadata: Mapping[str, str | None]) -> None:
@@ -134,7 +136,7 @@ def prefill(file: ResultFile) -> Plot | None:
             series.setdefault(row["provider"], {})[row["case"]] = round(tflops(row), 1)
     if not series:
         return None
-    title = f"prefill, {file.rows[0]['kv_cache_dtype']} KV cache, {file.rows[0]['gpu']}"
+    title = title_of([row for row in file.rows if row["status"] == OK])
     return Plot(f"{file.label}.svg", {"title": title, "tflops": series}, _draw_prefill)
 
 
@@ -156,7 +158,7 @@ def _draw_store(data: Mapping[str, Any], path: Path, metadata: Mapping[str, str 
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens a call")
-    axes.set_ylabel("% of the rate of a copy of as many bytes")
+    axes.set_ylabel("% of the rate of a copy")
     axes.set_title(data["title"])
     figure.legend(loc="outside right center", fontsize=8)
     figure.savefig(path, metadata=metadata)
@@ -175,7 +177,7 @@ def store(file: ResultFile) -> Plot | None:
             new = {"provider": provider, "kv_cache_dtype": dtype}
             line = lines.setdefault((provider, dtype), new | {"tokens": [], "pct_of_ceiling": []})
             line["tokens"].append(row["batch"])
-            line["pct_of_ceiling"].append(row["pct_of_ceiling"])
+            line["pct_of_ceiling"].append(round(share(row, file.rows), 1))
     heads, size = (timed[0][name] for name in shape)
     title = f"store, {heads} KV heads, head size {size}, {timed[0]['gpu']}"
     return Plot(f"{file.label}.svg", {"title": title, "lines": [*lines.values()]}, _draw_store)

@@ -1,4 +1,4 @@
-"""docs/performance.md, its plots and the README's results, from the files in perf/results.
+"""docs/performance.md, its plots, the README's results and the figures of docs/, from perf/results.
 
     python -m perf.render            write what is not as the results say
     python -m perf.render --check    write nothing; exit status 1 if something would be written
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import click
 
-from perf import origin, plots
+from perf import doc_blocks, origin, plots
 from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement
 from perf.committed import RESULTS, Results, fewer, read_results
 from perf.reading import naming
@@ -35,20 +35,13 @@ from perf.sections import (
     timed_table,
 )
 from perf.serving_sections import serving_summary, serving_table
+from perf.wording import COPIES, PREFILL, SHAPES, TIMES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT, PLOTS, README = "docs/performance.md", "docs/plots", "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _COMMAND = "python -m perf.render"
 
-TIMES = (
-    "`us`: median microseconds of a call inside a CUDA graph. `ratio`: how many times our time the "
-    "other provider took in the same process; bold where we lose by more than 1 %."
-)
-SHAPES = (
-    "B sequences of S keys, query/KV heads, head size D; q query tokens each (else one), w keys of "
-    "a sliding window."
-)
 INTRODUCTION = (
     f"Every number here comes from a file in `{RESULTS}`; `{_COMMAND}` writes this page anew. "
     "[perf/README.md](../perf/README.md) says what is measured and how, "
@@ -93,7 +86,8 @@ KINDS = (
         title="Decode",
         table=_whole,
         about=f"{SHAPES} TB/s count each K and V byte that the mask shows once; the read ceiling "
-        "is what a large reduction reads in the same process, and a kernel may read faster. "
+        "is what a reduction of 2 GiB reads in the same process (before that size was recorded: of "
+        "the cases' own inputs), and a kernel may read faster. "
         "`of the loader`: of what our kernel's loads alone reach there.",
         details="`min..max`: over the rounds. `1/graph` and `host`: us with one call per graph, "
         "and of the host for an eager call. `error`: relative, against float64.",
@@ -105,7 +99,7 @@ KINDS = (
         name="prefill",
         title="Prefill",
         table=_whole,
-        about="TFLOP/s count the (query, key) pairs inside the mask, 4 D operations each.",
+        about=PREFILL,
         details=f"{SHAPES} `error`: relative, against float64.",
         plot=plots.prefill,
         brief=_brief,
@@ -115,7 +109,7 @@ KINDS = (
         name="store",
         title="Storing new keys and values",
         table=_whole,
-        about="A copy that moves as many bytes, in the same process, is the ceiling.",
+        about=COPIES,
         details="`reshape_and_cache` of T tokens, KV heads x head size. `error`: share of the "
         "bytes that differ from the reference.",
         plot=plots.store,
@@ -128,8 +122,7 @@ KINDS = (
         table=_whole,
         about="`fused_indexer_q_rope_quant` (Q, 64 heads of 128) and `compress_norm_rope_insert` "
         "(K, windows of 8 or 128 state rows) of T tokens. Of up to 256 tokens each completes a row "
-        "of K, of more every 4th or 128th. A copy that moves as many bytes, in the same process, "
-        "is the ceiling.",
+        f"of K, of more every 4th or 128th. {COPIES}",
         details="`error`: share of the written bytes that differ from the reference.",
         brief=indexer_summary,
         timed=True,
@@ -166,14 +159,16 @@ KINDS = (
         title="Perplexity with and without rotated keys",
         table=perplexity_table,
         about="Change against a bf16 cache, +- one standard error of the paired differences over "
-        "tokens; read a change below two as none.",
+        "tokens, taken as independent, so too small; read a change below two as none. By "
+        "`perf.perplexity`, of which `perf.accuracy` has taken the place.",
         plot=plots.perplexity,
     ),
     Kind(
         name="demo",
         title="The demo",
         table=demo_table,
-        about="What `make demo` reports: perplexity with a bf16 and an FP8 cache, and, where it "
+        about="What `make demo` reports: perplexity with a bf16 and an FP8 cache (errors take "
+        "tokens as independent, so they are too small), and, where it "
         "compared them, the greedy tokens that kernel and torch reference choose alike: `as "
         "reference` at each step from one cache, `leading` with a cache each, until they differ.",
     ),
@@ -281,7 +276,11 @@ def texts(root: Path, results: Results) -> dict[str, str]:
     with naming(README):
         readme = (root / README).read_text(encoding="utf-8")
         readme = with_region(readme, readme_region(results))
-    found = {DOCUMENT: document(results), README: readme}
+    found = {
+        DOCUMENT: document(results),
+        README: doc_blocks.with_blocks(README, readme, results.files, root),
+        **doc_blocks.pages(root, results.files),
+    }
     if results.commits:
         found[f"{RESULTS}/{origin.FILE}"] = json.dumps(results.commits, indent=1) + "\n"
     return found

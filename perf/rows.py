@@ -69,10 +69,16 @@ OPTIONAL_FIELDS = (
     "loader_us",
     "pct_of_loader",
     "no_loader",
+    "tuning",
+    "standard_error_us",
 )
+MORE_FIGURES = ("loader_us", "pct_of_loader", "standard_error_us")
+# How the configuration of a baseline came about.
+TUNED, BY_HAND = "tuned for this shape", "set by hand"
+NEAREST = "of the nearest tuned shape"
 # Those that are text, and those that hold others.
 LINES = ("provider", "case", "status", "commit", "command", "date")
-LINES += ("clocks", "sources", "no_loader")
+LINES += ("clocks", "sources", "no_loader", "tuning")
 NESTED = {"workload": dict, "versions": dict, "ceilings": dict, "kernels": (list, type(None))}
 # What every workload says, whatever else describes it.
 WORKLOAD_FIELDS = (*SHAPE_FIELDS, "timing", "rounds", "gpu", "driver", "versions")
@@ -332,7 +338,7 @@ def _check_figures(row: Mapping[str, Any], where: str) -> None:
     """Times that are times, and only where the result was right."""
     if (row["status"] == OK) != (row["median_us"] is not None):
         raise ValueError(f"{where}: status {row['status']!r}, median_us {row['median_us']}")
-    figures = {name: row.get(name) for name in (*MEASURED_FIELDS, "loader_us", "pct_of_loader")}
+    figures = {name: row.get(name) for name in (*MEASURED_FIELDS, *MORE_FIGURES)}
     figures |= {"read_ceiling_tb_per_s": row["read_ceiling_tb_per_s"], **row.get("ceilings", {})}
     for name, value in figures.items():
         # An error may be 0: then all bytes are those of the reference.

@@ -129,7 +129,7 @@ MEASUREMENTS = (
     Measurement(
         "decode", "perf.bench_decode", 150, ("--group=fp8", "--group=nvfp4", "--group=bf16")
     ),
-    Measurement("serving", "perf.bench_serving", 120, ("--steps", "4", "--rounds", "8")),
+    Measurement("serving", "perf.bench_serving", 180, ("--steps", "6", "--rounds", "6")),
     Measurement("prefill", "perf.bench_prefill", 90),
     Measurement(
         "decode",

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
-from perf import bench_indexer, bench_prefill, bench_store, committed, origin, render, targets
+from perf import (
+    bench_indexer,
+    bench_prefill,
+    bench_serving,
+    bench_store,
+    committed,
+    origin,
+    render,
+    targets,
+    trace,
+)
 from perf.cases import ALL_CASES, DECODE_CASES
 from perf.compare import main as compare_main
 from perf.reading import BadFile, check_one_run, read_json, read_rows
 from perf.rows import Measurement, fingerprint, make_row, make_workload, write_rows
+from perf.serving_estimate import Steps
 from perf.timing import Timing
 from perf.workloads import check_workload
 from tests.perf.helpers import CEILING, MACHINE, METHOD, SMALL, make_test_row, requires_module
@@ -41,6 +53,24 @@ def test_rows_of_attention_cases_are_accepted(case):
 )
 def test_rows_of_writers_are_accepted(case):
     check_workload(row_of(case, case.moved_bytes))
+
+
+@pytest.mark.parametrize("part", bench_serving.PARTS)
+@pytest.mark.parametrize("dtype", bench_serving.DTYPES)
+def test_rows_of_serving_steps_are_accepted(part, dtype):
+    """Of new files, whose rates count the bytes of the mean step."""
+    spec = trace.TraceSpec(requests=40)
+    every = [step for step in trace.simulate(spec) if step.kind == trace.PLAIN]
+    steps, sampled = Steps(every), Steps(trace.sample(every, trace.PLAIN, 3))
+    config = (bench_serving.CONFIGS / "gemma-4-31b.json").read_text(encoding="utf-8")
+    layers = trace.layers_of(json.loads(config), dtype, 2)
+    facts = bench_serving.facts_of(spec, steps, sampled, layers, 40.0)
+    cell = ("gemma-4-31b", 2, dtype, trace.PLAIN, part)
+    case = bench_serving.ServingCase(*cell, tuple(facts.items()))
+    row = row_of(case, round(statistics.fmean(steps.moved(layers, part))))
+    check_workload(row)
+    with pytest.raises(ValueError, match="tb_per_s is"):
+        check_workload(row | {"median_us": 90.0})
 
 
 def edited(**changes):
