@@ -1,14 +1,17 @@
 """Plots of result files as SVG, the same bytes for the same data and matplotlib.
 
-A plot is drawn from its `data` alone, and the file carries their fingerprint, so that a check
-whether the committed plots are those of the committed results needs no matplotlib.
+A plot is drawn from its `data` alone, and the file carries their fingerprint and the matplotlib
+that drew it: a check whether the committed plots are those of the committed results draws them
+again where it can, and needs no matplotlib.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from perf.ceilings import share
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 # Text stays text, ids and dates do not change from run to run.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "perf"}
+_DRAWN_BY = re.compile(r">Matplotlib ([^<]+)<")
 
 
 @dataclass(frozen=True)
@@ -37,24 +41,49 @@ class Plot:
         return fingerprint(self.data)
 
     def is_current(self, folder: Path) -> bool:
-        """Whether the file in a folder shows these data."""
+        """Whether the file in a folder shows these data: where the matplotlib is here that drew it,
+        it must be what is drawn now."""
         path = folder / self.name
-        return path.exists() and self.digest in path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        drawn_by = _DRAWN_BY.search(text)
+        if self.digest not in text or drawn_by is None:
+            return False
+        return drawn_by.group(1) != _matplotlib() or text == self.drawn()
 
-    def write(self, folder: Path) -> None:
-        """Draw the file.
+    def drawn(self) -> str:
+        """The file's text.
 
         Raises:
             ImportError: matplotlib is missing (the extra `bench` has it).
         """
         import matplotlib
 
+        creator = f"Matplotlib {matplotlib.__version__}"
+        metadata = {"Date": None, "Creator": creator, "Identifier": self.digest}
+        with TemporaryDirectory() as folder, matplotlib.rc_context(STYLE):
+            path = Path(folder) / self.name
+            self.draw(self.data, path, metadata)
+            lines = path.read_text(encoding="utf-8").splitlines()
+        return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Draw the file.
+
+        Raises:
+            ImportError: as `drawn`.
+        """
+        text = self.drawn()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / self.name
-        with matplotlib.rc_context(STYLE):
-            self.draw(self.data, path, {"Date": None, "Creator": None, "Identifier": self.digest})
-        lines = path.read_text(encoding="utf-8").splitlines()
-        path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+        (folder / self.name).write_text(text, encoding="utf-8")
+
+
+def _matplotlib() -> str | None:
+    """The release that is here."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    return matplotlib.__version__
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -13,6 +13,7 @@ from typing import Any
 
 from perf.cases import DecodeCase
 from perf.ceilings import reaches
+from perf.rows import same_run
 from perf.traffic import flops
 
 Row = Mapping[str, Any]
@@ -126,10 +127,11 @@ def _indexer_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
 def verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     """The targets of one of our rows; none for other providers' rows and rows without a time.
 
-    `rows` are those of the same run: some targets are relative to another row.
+    `rows` are those of a file: some targets are relative to another row, of the same run.
     """
     if row["provider"] != OURS or row["median_us"] is None:
         return []
+    rows = [other for other in rows if same_run(row, other)]
     if row["op"] == "store":
         return _store_verdicts(row, rows)
     if row["op"].startswith("indexer"):

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from perf import doc_blocks, render
+from perf import committed, doc_blocks, render
 from perf.doc_blocks import BLOCKS, with_blocks
 
 ROOT = render.ROOT
-FOUND = render.find(ROOT / render.RESULTS)
+FOUND = committed.find(ROOT / committed.RESULTS)
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "performance.md"]
 PAGES += [ROOT / name for name in ("README.md", "CHANGELOG.md")]
 MEASURED = re.compile(r"\d (us|ms|TB/s|TFLOP/s)\b|\d -> \d")
