@@ -51,7 +51,7 @@ def interpreted():
 
 
 def test_interpreted_numbers(interpreted):
-    assert len(interpreted) == 21
+    assert len(interpreted) == 22
     assert {name: wrong for name, wrong in interpreted.items() if wrong} == {}
 
 
