@@ -122,7 +122,7 @@ def _bind_flex_attention(inputs: InputSet) -> Call:
 
 
 # XQA computes with FP8 queries at head sizes up to 256: 3.2e-2 on such inputs. SDPA rounds K and V
-# to 16 bits once more.
+# to 16 bits once more, vLLM's Triton kernel the probabilities to bf16: 3.7e-3 (H200, 2026-11-30).
 PROVIDERS = (
     Provider(
         "cute_kernels",
@@ -153,7 +153,11 @@ PROVIDERS = (
     Provider("flashinfer_fa2", "flashinfer", peers.flashinfer_fa2),
     Provider("vllm_fa4", "vllm", _bind_vllm_fa4, kv_cache_dtypes=("fp8_e4m3", "bf16", "fp16")),
     Provider(
-        "vllm_triton", "vllm", peers.vllm_triton, kv_cache_dtypes=("fp8_e4m3", "bf16", "fp16")
+        "vllm_triton",
+        "vllm",
+        peers.vllm_triton,
+        max_relative_error=6e-3,
+        kv_cache_dtypes=("fp8_e4m3", "bf16", "fp16"),
     ),
     Provider(
         "torch_sdpa",

@@ -32,6 +32,7 @@ from perf.baselines.triton_decode import (
     BUCKET_TILE,
     DecodeConfig,
     decode_attention,
+    miscompiled,
     packed_rows,
     visible_tokens,
     work_bucket,
@@ -84,7 +85,12 @@ def tune_case(case: DecodeCase, pool: KVPool) -> list[tuple[float, DecodeConfig]
     sets = make_input_sets(case, pool)
     indices = checked_sequences(sets[0])
     checked = Checked(sets, indices, reference_output(sets[0], indices))
-    tiles = [replace(config, ctas_per_sm=FIRST_TARGET) for config in search_space()]
+    rows = packed_rows(case.group, case.q_len)
+    tiles = [
+        replace(config, ctas_per_sm=FIRST_TARGET)
+        for config in search_space()
+        if not miscompiled(case.head_size, rows, config.num_warps)
+    ]
     found = sorted(((time_config(checked, config), config) for config in tiles), key=_time)
     targets = [target for target in CTAS_PER_SM if target != FIRST_TARGET]
     for (_, config), target in itertools.product(found[:KEPT], targets):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -51,7 +52,7 @@ def interpreted():
 
 
 def test_interpreted_numbers(interpreted):
-    assert len(interpreted) == 21
+    assert len(interpreted) == 22
     assert {name: wrong for name, wrong in interpreted.items() if wrong} == {}
 
 
@@ -96,6 +97,14 @@ def test_nearest_tuned_configuration(plan, monkeypatch):
     assert plan.choose_config(512, 16, 3) == known[7]
     assert plan.choose_config(512, 16, 11) == known[12]
     assert plan.choose_config(64, 16, 11) == plan.untuned_config(64, 16)
+
+
+def test_no_configuration_in_use_is_miscompiled(plan):
+    assert plan.miscompiled(64, 64, 4)
+    for head_size, rows in itertools.product((64, 128, 256, 512), (16, 32, 64, 128)):
+        for bucket in range(16):
+            config = plan.choose_config(head_size, rows, bucket)
+            assert not plan.miscompiled(head_size, rows, config.num_warps)
 
 
 def test_tuned_configurations_load(plan):
