@@ -149,16 +149,12 @@ class IndexerK(Compressor):
         chunk, warp = Int32(0), self.independent_warp()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
             later = self.rows.later(slots, tokens, start, end, chunk)
-            # Where windows are long many CTAs have no rows, and should not copy in vain.
-            if const_expr(self.config.warps == 1):
-                if tokens.owner == 0:
-                    self.rows.fetch(slots, memory, later)
-                    chunk = chunk + later.chunks
             count, edge = self.rows.gather(slots, tokens, memory, start, end, later)
-            if const_expr(self.config.warps > 1):
-                if tokens.owner == 0 and count > 0:
-                    self.rows.fetch(slots, memory, later)
-                    chunk = chunk + later.chunks
+            # After the loads of `gather`, which copies would hold up, and before those of states,
+            # which would hold up copies. Where windows are long many CTAs have no rows.
+            if tokens.owner == 0 and (self.config.warps == 1 or count > 0):
+                self.rows.fetch(slots, memory, later)
+                chunk = chunk + later.chunks
             scan = partial(self.rows.scan, slots, tokens, memory, later, edge, count)
             if const_expr(self.config.warps == 1):
                 # Without rows too: copies must have come before a CTA ends.
