@@ -38,6 +38,8 @@ ENTRY_BYTES, FLAG_BYTES, MARKS = 16, 4, 8192
 # many tokens' are in shared memory. Longer calls are preceded by a launch of `IndexerClaimConfig`.
 SCAN_TOKENS, SCAN_STAGES, SLOT_BYTES = 2048, 4, 8
 SCANNED_TOKENS = SCAN_STAGES * SCAN_TOKENS
+# Calls of up to this many tokens have one CTA an SM (measured between 1,024 and 4,096).
+SHORT_TOKENS = 2048
 # Shared memory of an SM; each CTA takes 1 KiB more than it asks for.
 _SM_SHARED_BYTES, _CTA_SHARED_BYTES = 228 * 1024, 1024
 
@@ -106,7 +108,7 @@ class IndexerKConfig:
     def independent_warps(self) -> int:
         if self.warps > 1:
             return 1
-        return 16 if self.vectors == 1 else 4
+        return 8 if self.vectors == 1 else 4
 
     @property
     def threads(self) -> int:
@@ -115,7 +117,13 @@ class IndexerKConfig:
     @property
     def ctas_per_sm(self) -> int:
         """Resident CTAs that registers are budgeted for, each with a span of tokens."""
-        return 1 if self.vectors == 1 or self.warps > 1 else 2
+        return 1 if self.warps > 1 else 2
+
+    def ctas_of_call(self, tokens: int) -> int:
+        """CTAs that an SM gets of a call: in short ones half of what fits is enough, and the next
+        kernel's are there already when it ends."""
+        short = self.vectors == 1 and tokens <= SHORT_TOKENS
+        return 1 if short else self.ctas_per_sm
 
     @property
     def smem_carveout(self) -> int:

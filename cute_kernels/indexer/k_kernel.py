@@ -149,15 +149,18 @@ class IndexerK(Compressor):
         chunk, warp = Int32(0), self.independent_warp()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
             later = self.rows.later(slots, tokens, start, end, chunk)
-            if tokens.owner == 0:
+            count, edge = self.rows.gather(slots, tokens, memory, start, end, later)
+            # After the loads of `gather`, which copies would hold up, and before those of states,
+            # which would hold up copies. Where windows are long many CTAs have no rows.
+            if tokens.owner == 0 and (self.config.warps == 1 or count > 0):
                 self.rows.fetch(slots, memory, later)
                 chunk = chunk + later.chunks
-            count, edge = self.rows.gather(slots, tokens, memory, start, end, later)
             scan = partial(self.rows.scan, slots, tokens, memory, later, edge, count)
-            # Without rows too: copies must have come before a CTA ends.
-            if tokens.owner == 0 and warp >= count:
-                scan()
-                cute.arch.sync_threads()
+            if const_expr(self.config.warps == 1):
+                # Without rows too: copies must have come before a CTA ends.
+                if tokens.owner == 0 and warp >= count:
+                    scan()
+                    cute.arch.sync_threads()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
                 look = partial(self._look, tokens, memory, i, count, i == warp, scan)
                 self._row(tokens, state, rotary, norm, cache, memory, shared, i, look)

@@ -246,7 +246,7 @@ def prepare_k(call: IndexerK) -> KLaunch:
     wide = dense and state.data_ptr() % 16 == 0
     config = k_config(call.cache_format.name, head_size, window, arch.target, wide)
     blocks, block_size = call.k_cache.shape[:2]
-    span = -(-count // (config.ctas_per_sm * arch.sm_count))
+    span = -(-count // (config.ctas_of_call(count) * arch.sm_count))
     table, norm_weight = call.cos_sin_cache, call.norm_weight
     claim = None
     if count > SCANNED_TOKENS:
