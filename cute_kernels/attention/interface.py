@@ -23,6 +23,7 @@ from cute_kernels.attention.prepared import (
     new_output,
     say_nothing,
 )
+from cute_kernels.calls import is_traced
 from cute_kernels.reference.attention import attention_reference
 
 
@@ -144,7 +145,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         deterministic=deterministic, fa_version=fa_version, v_scale_layout=v_scale_layout,
         **others,
     )  # fmt: skip
-    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
+    if is_traced(q):
         return _traced(problem, max_seqlen_q, max_seqlen_k)
     return run(problem, key if problem.sinks is s_aux else None)
 

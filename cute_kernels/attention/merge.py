@@ -16,6 +16,11 @@ import math
 
 import torch
 
+from cute_kernels.calls import is_traced, refuse_gradients
+
+_NAMES = (
+    "output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse",
+)  # fmt: skip
 _OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,12 +45,12 @@ def merge_attn_states(
 
     Raises:
         ValueError: a wrong shape, dtype or device.
-        NotImplementedError: a traced call on tensors that need a gradient (no backward pass).
+        NotImplementedError: in grad mode, a tensor that requires a gradient (no backward pass).
     """
     arguments = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
     _check(*arguments)
-    if torch.compiler.is_compiling() or type(output) is not torch.Tensor:
-        _check_no_grad(*arguments)
+    refuse_gradients("merge_attn_states", dict(zip(_NAMES, arguments, strict=True)))
+    if is_traced(output):
         torch.ops.cute_kernels.merge_attn_states(*arguments)
     else:
         _merge(*arguments)
@@ -112,15 +117,6 @@ def _refuse(name: str, x: torch.Tensor, accepted: str) -> None:
 
 
 # ---- traced calls ------------------------------------------------------------------------------
-
-
-def _check_no_grad(*arguments: torch.Tensor | None) -> None:
-    """Autograd does not see into the traced op, so a graph through it would lose the gradient."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments):
-        raise NotImplementedError(
-            "merge_attn_states: got requires_grad=True (no backward pass); accepted in a traced "
-            "call: tensors without gradients, or a call under torch.no_grad()"
-        )
 
 
 _LIBRARY = torch.library.Library("cute_kernels", "FRAGMENT")

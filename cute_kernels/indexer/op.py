@@ -64,8 +64,6 @@ def _why_not_k(call: IndexerK) -> str | None:
     blocks, block_size = call.k_cache.shape[:2]
     if blocks * block_size > _INT32_MAX or call.slot_mapping.shape[0] > _INT32_MAX:
         return "slots or tokens beyond 2^31"
-    if (1 + call.overlap) * call.compress_ratio > _INT32_MAX:
-        return f"compress_ratio {call.compress_ratio}: windows beyond 2^31 rows"
     if call.state_block_table.shape[1] * call.state_cache.shape[1] > _INT32_MAX:
         return "state_block_table with positions beyond 2^31"
     return None
