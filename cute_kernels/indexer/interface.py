@@ -82,7 +82,7 @@ def fused_indexer_q_rope_quant(
     if result is not None:
         return result
     call = check_q(*arguments)
-    refuse_gradients("fused_indexer_q_rope_quant", _named(call, Q_TENSORS))
+    refuse_gradients("fused_indexer_q_rope_quant", dict(zip(Q_TENSORS, arguments[:4], strict=True)))
     if not is_traced(index_q):
         return _run_q(call, key)
     codes, scales, weights = torch.ops.cute_kernels.fused_indexer_q_rope_quant(*call)
@@ -158,7 +158,7 @@ def compress_norm_rope_insert(
     if launch is not None and launch.go(*tensors):
         return
     call = check_k(*arguments)
-    refuse_gradients("compress_norm_rope_insert", _named(call, K_TENSORS))
+    refuse_gradients("compress_norm_rope_insert", dict(zip(K_TENSORS, tensors, strict=True)))
     if not is_traced(k_cache):
         _run_k(call, key)
         return
@@ -230,10 +230,6 @@ _LIBRARY.define(
     " Tensor slot_mapping, Tensor state_block_table, Tensor norm_weight, float norm_eps,"
     " Tensor cos_sin_cache, Tensor(a!) k_cache, int compress_ratio, str cache_format) -> ()"
 )
-
-
-def _named(call: IndexerQ | IndexerK, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    return {name: getattr(call, name) for name in names}
 
 
 # Both ops check again, because an exported graph may be fed other shapes than it was traced with.

@@ -35,7 +35,11 @@ def q_call(**changes) -> None:
         ("positions", torch.arange(3).int(), r"got torch.int32 \(3,\); accepted: int64 \(T,\)"),
         ("positions", torch.arange(4), r"got torch.int64 \(4,\)"),
         ("positions", [0, 1, 2], "got a list"),
-        ("positions", torch.arange(3, device="meta"), "got cpu; accepted: meta, as positions"),
+        (
+            "positions",
+            torch.arange(3, device="meta"),
+            "got meta; accepted: a tensor that has memory",
+        ),
         ("positions", torch.tensor([0, 1, 7]), "got entries from 0 to 7; .*less than 7"),
         ("positions", torch.tensor([0, -1, 2]), "got entries from -1 to 2"),
         ("cos_sin_cache", torch.ones(9, 63), "got rope_dim 63; .*even, 2 to 128"),
@@ -55,8 +59,7 @@ def q_call(**changes) -> None:
     ),
 )
 def test_refusals_of_q(name, bad, message):
-    at = r"(index_q|positions)" if "meta" in message else name
-    with pytest.raises(ValueError, match=f"^{at}: {message}"):
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
         q_call(**{name: bad})
 
 
@@ -96,7 +99,8 @@ def k_bad_caches() -> list[tuple[torch.Tensor, str]]:
         ("norm_eps", math.nan, "got nan"),
         ("norm_eps", None, "got None"),
         ("cos_sin_cache", torch.ones(9, 192), "got rope_dim 192"),
-        ("compress_ratio", 0, "got 0; accepted: 1 or more"),
+        ("compress_ratio", 0, "got 0; accepted: 1 to 1073741823"),
+        ("compress_ratio", 10**30, "got 10000.*; accepted: 1 to 1073741823"),
         ("compress_ratio", 4.0, "got 4.0; accepted: an int"),
         ("compress_ratio", True, "got True"),
         ("cache_format", "fp8", "got 'fp8'; nearest: 'fp8_e4m3'.*; known: 'mxfp4', 'fp8_e4m3'"),
