@@ -115,6 +115,42 @@ def test_refusals_of_k(name, bad, message):
     assert (call.memory == SENTINEL).all()
 
 
+def test_blocks_must_not_share_memory():
+    call = KCall(K_CASE)
+    shape = call.arguments["k_cache"].shape
+    row = shape[1] * shape[2]
+    sliding = torch.zeros(4 * row, dtype=torch.uint8).as_strided(shape, (row - 1, shape[2], 1))
+    for cache in (sliding, torch.zeros(1, *shape[1:], dtype=torch.uint8).expand(shape)):
+        with pytest.raises(ValueError, match="^k_cache: got strides .*; accepted: blocks that do"):
+            compress_norm_rope_insert(**call.arguments | {"k_cache": cache})
+        assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    "name", ("state_cache", "cos_sin_cache", "norm_weight", "positions", "slot_mapping")
+)
+def test_the_cache_must_not_be_memory_that_is_read(name):
+    call = KCall(K_CASE)
+    read, shape = call.arguments[name].contiguous(), call.arguments["k_cache"].shape
+    size = read.numel() * read.element_size()
+    memory = torch.zeros(size + math.prod(shape), dtype=torch.uint8)
+    memory[:size] = read.view(-1).view(torch.uint8)
+    inside = memory[:size].view(read.dtype).view(read.shape)
+    cache = memory[: math.prod(shape)].view(shape)
+    behind = memory[size:].view(shape)
+    with pytest.raises(ValueError, match=f"^k_cache: got memory of {name}; accepted: memory apart"):
+        compress_norm_rope_insert(**call.arguments | {name: inside, "k_cache": cache})
+    assert torch.equal(memory[:size], read.view(-1).view(torch.uint8))
+    compress_norm_rope_insert(**call.arguments | {name: inside, "k_cache": behind})
+    assert behind.any()
+
+
+def test_a_ratio_that_nothing_reaches_allocates_nothing():
+    call = KCall(K_CASE)
+    call.run(compress_ratio=2**30 - 1)
+    assert (call.memory == SENTINEL).all()
+
+
 def test_tensors_of_one_device():
     call = KCall(K_CASE)
     for name in ("norm_weight", "k_cache", "slot_mapping"):
