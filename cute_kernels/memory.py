@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.calls import is_traced
+from cute_kernels.calls import is_plain, is_traced
 
 # What is tried before a question counts as answered with "shared", 1 us each.
 _MOST_TRIALS = 4096
@@ -132,23 +132,33 @@ def _has_sum(wanted: int, steps: Steps) -> bool:
     return False
 
 
-def first_overlapping(x: torch.Tensor, others: Mapping[str, torch.Tensor | None]) -> str | None:
-    """The name of the first of ``others`` that has a byte in common with ``x``, None if none has.
+def overlapping(
+    written: Mapping[str, torch.Tensor], read: Mapping[str, object]
+) -> tuple[str, str] | None:
+    """The names of two tensors that have a byte in common, one of them written; None without such.
 
-    Neither None nor what has no address has.
+    What is no tensor (None, a number) has no bytes, and what has no address none that are known.
     """
-    if not has_address(x):
+    if torch.compiler.is_compiling():
         return None
-    start = x.data_ptr()
-    end = start + extent(x)
-    for name, other in others.items():
-        if other is None or not has_address(other):
-            continue
-        begin = other.data_ptr()
-        # Most are elsewhere, which their extents show.
-        if begin < end and start < begin + extent(other) and meet(begin - start, lattice(x, other)):
-            return name
+    targets = _spans(written)
+    others = targets + _spans(read)
+    for i, (name, x, start, end) in enumerate(targets):
+        for other, y, begin, stop in others[i + 1 :]:
+            # Most are elsewhere, which their extents show.
+            if begin < end and start < stop and meet(begin - start, lattice(x, y)):
+                return name, other
     return None
+
+
+def _spans(tensors: Mapping[str, object]) -> list[tuple[str, torch.Tensor, int, int]]:
+    """(name, tensor, address of its first byte, address behind its last)."""
+    spans = []
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and is_plain(x) and not x.is_meta:
+            start = x.data_ptr()
+            spans.append((name, x, start, start + extent(x)))
+    return spans
 
 
 def has_address(x: torch.Tensor) -> bool:

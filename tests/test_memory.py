@@ -11,10 +11,10 @@ import torch
 
 from cute_kernels.memory import (
     extent,
-    first_overlapping,
     has_address,
     lattice,
     meet,
+    overlapping,
     shares_elements,
 )
 
@@ -36,8 +36,10 @@ def random_view(rng: random.Random, dtype: torch.dtype) -> torch.Tensor:
     return MEMORY.view(dtype).as_strided(shape, strides, rng.randrange(60))
 
 
-def overlapping(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return first_overlapping(a, {"b": b}) == "b"
+def share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    found = overlapping({"a": a}, {"b": b})
+    assert found in (None, ("a", "b"))
+    return found is not None
 
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.int16))
@@ -67,7 +69,7 @@ def test_two_tensors_overlap_where_they_have_a_byte_in_common(dtype):
     for _ in range(6000):
         a, b = random_view(rng, torch.uint8), random_view(rng, dtype)
         common = bool(set(addresses(a)) & set(addresses(b)))
-        assert overlapping(a, b) == overlapping(b, a) == common, (a.shape, a.stride(), b.stride())
+        assert share(a, b) == share(b, a) == common, (a.shape, a.stride(), b.stride())
         assert meet(b.data_ptr() - a.data_ptr(), lattice(a, b)) == common
         answers[common] += 1
     assert min(answers.values()) > 600
@@ -86,7 +88,7 @@ def test_layouts_of_caches_in_one_allocation():
             for distance in range(-12 * row + 4, 12 * row, 2 * row + 4):
                 b = MEMORY.as_strided(shape, second, 1500 + distance)
                 common = not at.isdisjoint(addresses(b))
-                assert overlapping(a, b) == common, (shape, first, second, distance)
+                assert share(a, b) == common, (shape, first, second, distance)
                 answers[common] += 1
     assert min(answers.values()) > 200
 
@@ -118,8 +120,11 @@ def test_what_takes_too_long_to_decide_counts_as_shared():
 def test_empty_tensors_and_those_without_addresses():
     empty = torch.zeros(0, 3)
     assert extent(empty) == 0 and not shares_elements(empty)
-    assert not overlapping(empty, empty) and not overlapping(empty, MEMORY)
+    assert not share(empty, empty) and not share(empty, MEMORY)
     assert has_address(empty) and has_address(torch.nn.Parameter(torch.zeros(1)))
     meta = torch.zeros(1, device="meta")
-    assert not has_address(meta) and not overlapping(meta, meta)
-    assert first_overlapping(MEMORY, {"none": None, "meta": meta, "own": MEMORY[3:]}) == "own"
+    assert not has_address(meta) and not share(meta, meta)
+    read = {"none": None, "number": 1.0, "meta": meta, "own": MEMORY[3:]}
+    assert overlapping({"a": MEMORY}, read) == ("a", "own")
+    assert overlapping({"a": MEMORY[:9], "b": MEMORY[8:10]}, {}) == ("a", "b")
+    assert overlapping({"a": MEMORY[:9], "b": MEMORY[9:10]}, {}) is None

@@ -8,6 +8,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.reference.indexer import gather_indexer_k
+from cute_kernels.reference.quantize import as_scale
 from cute_kernels.reference.store import gather_kv
 
 U8 = torch.uint8
@@ -56,6 +57,20 @@ def test_values_are_read_in_a_floating_point_dtype(name, dtype):
     function, arguments = FUNCTIONS[name]
     with pytest.raises(ValueError, match="^dtype: got .*; accepted: a torch dtype of floating"):
         function(**arguments, dtype=dtype)
+
+
+def test_scales_are_checked_as_float32():
+    cpu = torch.device("cpu")
+    for scale, single in (
+        (2.0**-100 - 2.0**-125, 2.0**-100),
+        (2.0**100 + 2.0**76, 2.0**100),
+        (0.1, torch.tensor(0.1).item()),
+    ):
+        assert as_scale(scale, "k_scale", cpu).item() == single
+    for scale in (np.nextafter(2.0**-100 - 2.0**-125, 0), np.nextafter(2.0**100 + 2.0**76, 1e300)):
+        assert not 2.0**-100 <= np.float32(scale) <= 2.0**100
+        with pytest.raises(ValueError, match="^k_scale: got .* as float32; accepted: 7.888"):
+            as_scale(scale.item(), "k_scale", cpu)
 
 
 @pytest.mark.parametrize("scale", (10**400, -(10**400)))

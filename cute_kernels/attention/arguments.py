@@ -26,7 +26,7 @@ from cute_kernels.attention.cache_arguments import (
     refuse,
 )
 from cute_kernels.calls import refuse_gradients
-from cute_kernels.memory import first_overlapping, shares_elements
+from cute_kernels.memory import overlapping, shares_elements
 from cute_kernels.numerics import FLOAT32_END, FLOAT32_ZERO_UP_TO
 
 # Window bounds from here on mean "unlimited": 2^30 keys are more than any sequence has, and
@@ -287,11 +287,13 @@ def _check_apart(
 ) -> None:
     """What is written must not be what other sequences still read. Q itself may be overwritten: an
     output row is written when its query has been read."""
-    name = first_overlapping(out, read)
-    if name is not None:
-        refuse("out", f"{describe(out)}, memory of {name}", "memory apart from what is read")
-    if first_overlapping(out, {"q": q}) is not None and not _are_one(out, q):
-        refuse("out", f"{describe(out)}, memory of q", "all of q's memory, or none of it")
+    found = overlapping({"out": out}, {**read, "q": q})
+    if found is None or (found[1] == "q" and _are_one(out, q)):
+        return
+    accepted = (
+        "all of q's memory, or none of it" if found[1] == "q" else "memory apart from what is read"
+    )
+    refuse("out", f"{describe(out)}, memory of {found[1]}", accepted)
 
 
 def _are_one(a: torch.Tensor, b: torch.Tensor) -> bool:

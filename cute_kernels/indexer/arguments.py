@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.calls import check_tensor, is_plain
 from cute_kernels.indexer.formats import IndexerFormat, check_head_size, get_indexer_format
-from cute_kernels.memory import first_overlapping, has_address, shares_elements
+from cute_kernels.memory import has_address, overlapping, shares_elements
 from cute_kernels.numerics import FLOAT32_END
 
 # Positions of a window, twice the ratio with overlap, are counted in 32 bits.
@@ -162,9 +162,11 @@ def _check_memory(call: IndexerK) -> None:
             " that do not share memory"
         )
     read = {name: getattr(call, name) for name in K_TENSORS if name != "k_cache"}
-    name = first_overlapping(cache, read)
-    if name is not None:
-        raise ValueError(f"k_cache: got memory of {name}; accepted: memory apart from what is read")
+    found = overlapping({"k_cache": cache}, read)
+    if found is not None:
+        raise ValueError(
+            f"k_cache: got memory of {found[1]}; accepted: memory apart from what is read"
+        )
 
 
 def check_k_cache(k_cache: torch.Tensor, storage: IndexerFormat, head_size: int) -> None:

@@ -24,6 +24,8 @@ _INVERSE = {4: 0.25, 6: float.fromhex("0x1.555556p-3"), 7: float.fromhex("0x1.24
 _MSE_CANDIDATES = 8
 _MXFP4_MIN_AMAX = 6.0 * 2.0**-126
 _SCALE_RANGE = (2.0**-100, 2.0**100)
+# What rounds to them as float32, half an ulp outside.
+_SCALE_ENDS = (2.0**-100 - 2.0**-125, 2.0**100 + 2.0**76)
 
 
 # The searches by name. FOUR_OVER_SIX also tries 4 as the largest magnitude, beside which the grid
@@ -176,17 +178,19 @@ def as_scale(scale: float | torch.Tensor, name: str, device: torch.device) -> to
         return scale.reshape(()) if scale.numel() == 1 else scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise ValueError(f"{name}: got {scale!r}; accepted: a float or a float32 tensor")
+    if not _SCALE_ENDS[0] <= scale <= _SCALE_ENDS[1]:
+        low, high = _SCALE_RANGE
+        raise ValueError(f"{name}: got {_with_float32(scale)}; accepted: {low!r} to {high!r}")
+    return torch.full((), float(scale), dtype=torch.float32, device=device)
+
+
+def _with_float32(scale: float) -> str:
     try:
         # By way of float64: the direct cast refuses values beyond float32.
-        single = torch.tensor(float(scale), dtype=torch.float64, device="cpu").float()
-    except OverflowError as error:
-        raise ValueError(f"{name}: got an int too large for a float") from error
-    low, high = _SCALE_RANGE
-    if not low <= single.item() <= high:
-        raise ValueError(
-            f"{name}: got {scale!r}, {single.item()!r} as float32; accepted: {low!r} to {high!r}"
-        )
-    return single.to(device)
+        single = torch.tensor(float(scale), dtype=torch.float64, device="cpu").float().item()
+    except OverflowError:
+        return "an int too large for a float"
+    return f"{scale!r}, {single!r} as float32"
 
 
 def reciprocal(x: torch.Tensor) -> torch.Tensor:

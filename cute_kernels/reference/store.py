@@ -21,7 +21,7 @@ import torch
 
 from cute_kernels.calls import check_tensor, is_plain
 from cute_kernels.formats import KV_CACHE_DTYPES, ScaleLayout
-from cute_kernels.memory import first_overlapping, has_address, shares_elements
+from cute_kernels.memory import has_address, overlapping, shares_elements
 from cute_kernels.numerics import e4m3
 from cute_kernels.reference.quantize import (
     NVFP4_GROUP,
@@ -360,17 +360,14 @@ def _check_memory(caches: dict[str, torch.Tensor], read: dict[str, object]) -> N
                 f"{name}: got strides {cache.stride()} of shape {tuple(cache.shape)}; accepted:"
                 " a tensor whose elements do not share memory"
             )
-    one = key_cache is value_cache and not has_address(key_cache)
-    if one or first_overlapping(key_cache, {"value_cache": value_cache}):
+    found = overlapping(caches, read)
+    if (key_cache is value_cache and not has_address(key_cache)) or found == tuple(caches):
         raise ValueError(
             "key_cache and value_cache: got the same memory; accepted: two sides of a cache, "
             "which may be interleaved"
         )
-    tensors = {name: x for name, x in read.items() if isinstance(x, torch.Tensor)}
-    for cache in caches.values():
-        name = first_overlapping(cache, tensors)
-        if name is not None:
-            raise ValueError(f"{name}: got memory of the cache; accepted: memory apart from it")
+    if found is not None:
+        raise ValueError(f"{found[1]}: got memory of the cache; accepted: memory apart from it")
 
 
 def _check_cache(cache: torch.Tensor, name: str, storage: str) -> None:
