@@ -17,6 +17,7 @@ import math
 import torch
 
 from cute_kernels.calls import is_traced, refuse_gradients
+from cute_kernels.memory import has_address, shares_elements
 
 _NAMES = (
     "output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse",
@@ -109,6 +110,9 @@ def _check(
     for name, lse in lses.items():
         if (lse.shape, lse.dtype, lse.device) != (shape, torch.float32, output.device):
             _refuse(name, lse, f"float32 (Hq, total_q) = {shape} on {output.device}")
+    for name, x in (("output", output), ("output_lse", output_lse)):
+        if x is not None and has_address(x) and shares_elements(x):
+            _refuse(name, x, "a tensor whose elements do not share memory")
 
 
 def _refuse(name: str, x: torch.Tensor, accepted: str) -> None:
