@@ -13,7 +13,8 @@ def check_type(name: str, value: object, accepted: type | tuple[type, ...], word
     Raises:
         TypeError: naming the argument, the type given and, in `words`, what is accepted.
     """
-    if not isinstance(value, accepted):
+    # A bool is an int to Python, and a mistake where a number belongs.
+    if not isinstance(value, accepted) or (accepted is int and isinstance(value, bool)):
         raise TypeError(f"{name}: got {described(value)}; accepted: {words}")
     return value
 

@@ -30,6 +30,7 @@ from kvcache.config import capability_of
 from kvcache.hybrid import LayerGroup, plan_pages
 from kvcache.models import LayerKind, layer_kinds
 from kvcache.selection import caveats, explain, select_kernel, select_kernels
+from kvcache.warmup import explain_indexers
 
 
 @click.group()
@@ -71,7 +72,9 @@ def explain_command(
     model's: tensor parallelism divides them.
     """
     try:
-        kinds = layer_kinds(read_model(model), kv_cache_dtype, arch, **asked)
+        fields = read_model(model)
+        kinds = layer_kinds(fields, kv_cache_dtype, arch, **asked)
+        indexers = explain_indexers(fields, arch)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"{model}: {error}") from error
     reasons = [kind.why_unserved() for kind in kinds]
@@ -85,6 +88,8 @@ def explain_command(
         elif kind.config is not None:
             for caveat in caveats(kind.config):
                 screen.print(Text(f"{kind.name}: {caveat}"))
+    for line in indexers:
+        screen.print(Text(line))
     if any(reason is not None for reason in reasons):
         raise SystemExit(1)
     _print_plan(screen, kinds)

@@ -108,7 +108,15 @@ def check_same_cache_format(
 
     Raises:
         ValueError: naming what differs.
+        TypeError: no such pairs, such as names in the place of dtypes and layouts.
     """
+    for name, pair in (("writer", writer), ("reader", reader)):
+        words = "a KVCacheDType and a ScaleLayout or None"
+        check_type(name, pair, tuple, words)
+        if len(pair) != 2:
+            raise TypeError(f"{name}: got {len(pair)} things; accepted: {words}")
+        check_type(f"{name}[0]", pair[0], KVCacheDType, words)
+        check_type(f"{name}[1]", pair[1], (ScaleLayout, type(None)), words)
     (written, written_layout), (read, read_layout) = writer, reader
     if written.storage != read.storage:
         raise ValueError(

@@ -76,7 +76,9 @@ def plan_pages(groups: Sequence[LayerGroup], *, max_block_size: int = 256) -> Hy
         ValueError: no groups, a group without layers, or no advertised page size up to
             max_block_size.
         NotImplementedError: no kernel serves one of the groups; the message says why.
+        TypeError: groups that are no LayerGroups, a max_block_size that is no int.
     """
+    check_type("max_block_size", max_block_size, int, "an int >= 1")
     groups = check_all("groups", groups, LayerGroup, "LayerGroups")
     if not groups:
         raise ValueError("groups: got none; accepted: at least one")

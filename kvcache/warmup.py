@@ -10,15 +10,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from cute_kernels import registry
 from cute_kernels.compile.plans import (
     KERNELS,
     AttentionWorkload,
     CompileUnit,
     IndexerWorkload,
+    StoreWorkload,
     Workload,
     units_for,
+    why_no_indexer,
 )
+from cute_kernels.formats import QuantMode
 from kvcache.blocks import get_preferred_block_size_for_config
+from kvcache.checks import check_all, check_positive
 from kvcache.config import AttentionConfig, capability_of
 from kvcache.models import LayerKind, dtype_of, layer_kinds, text_of
 
@@ -26,6 +31,7 @@ from kvcache.models import LayerKind, dtype_of, layer_kinds, text_of
 # DeepSeek-V3.2 neither compresses nor norms keys as ours does.
 _INDEXER_MODELS = {"deepseek_v4"}
 _NOT_COMPILED = "no kernel here is compiled for it"
+_READ = {target for contract in registry.contracts() for target in contract.architectures}
 _TARGETS = {capability_of(target): target for each in KERNELS.values() for target in each.targets}
 
 
@@ -83,9 +89,13 @@ def plan_warmup(
 
     Raises:
         ValueError: a field of the file or an argument that cannot be right.
+        TypeError: one name or number in the place of several, or of another type.
     """
     asked = _Asked({}, {})
-    pages, sizes = tuple(page_sizes), tuple(tp_sizes)
+    architectures = check_all("architectures", architectures, str, "names like ['sm_90a']")
+    pages = tuple(check_all("page_sizes", page_sizes, int, "ints, like [16, 64]"))
+    sizes = tuple(check_all("tp_sizes", tp_sizes, object, "ints, like [1, 2]"))
+    check_positive("max_query_tokens", max_query_tokens)
     for size in sizes:
         _check_tp_size(size)
     # A device's name without the "a" has one compile target; asked for twice it is planned once.
@@ -106,6 +116,11 @@ def plan_warmup(
                 units = [] if workload is None else units_for(workload, architecture)
                 what = f"{kind.name} ({len(kind.layers)} layers)"
                 asked.note(what, architecture, size, units, refusal)
+            if architecture not in _READ:
+                for what, store in _stores(kinds):
+                    units = units_for(store, architecture)
+                    if units:
+                        asked.note(what, architecture, size, units)
             for what, indexer, refusal in _indexers(model):
                 units = [] if indexer is None else units_for(indexer, architecture)
                 asked.note(what, architecture, size, units, refusal)
@@ -200,17 +215,48 @@ def on_one_device(config: AttentionConfig, tp_size: int) -> AttentionConfig:
     return replace(config, num_q_heads=q_heads // tp_size, num_kv_heads=max(1, kv_heads // tp_size))
 
 
+def _stores(kinds: list[LayerKind]) -> Iterable[tuple[str, StoreWorkload]]:
+    """(words, what it asks for) of layers that others read on this architecture, from a cache that
+    our stores write there."""
+    for kind in kinds:
+        config = kind.config
+        if config is not None and config.dtype.quant_mode is not QuantMode.NONE:
+            what = f"the store of {kind.name} ({len(kind.layers)} layers)"
+            yield what, StoreWorkload(config.query_dtype, config.dtype.name)
+
+
+def explain_indexers(model: Mapping[str, Any], architecture: str) -> list[str]:
+    """Whether kernels make the queries and keys of the model's sparse-attention indexer, in words;
+    nothing of a model without one."""
+    target = _TARGETS.get(capability_of(architecture), architecture)
+    lines = []
+    for what, indexer, refusal in _indexers(model):
+        served = indexer is not None and units_for(indexer, target)
+        lines.append(
+            f"{what}: {'kernels make its Q and K' if served else f'not served: {refusal}'}"
+        )
+    return lines
+
+
 def _indexers(model: Mapping[str, Any]) -> Iterable[tuple[str, IndexerWorkload | None, str]]:
     """(words, what it asks for, why it is not served) of the sparse-attention indexer of a model
-    that has one; it is not divided among devices."""
+    that has one; it is not divided among devices.
+
+    Raises:
+        ValueError: a number of heads, or their size, that is no positive int.
+    """
     text = text_of(model)
     heads, size, model_type = (
         text.get(name) for name in ("index_n_heads", "index_head_dim", "model_type")
     )
     if heads is None or size is None:
         return
+    check_positive("index_n_heads", heads)
+    check_positive("index_head_dim", size)
     what = f"indexer ({heads} heads of {size})"
+    dtype = dtype_of(text)
     if model_type in _INDEXER_MODELS:
-        yield what, IndexerWorkload(heads, size, dtype_of(text)), _NOT_COMPILED
+        indexer = IndexerWorkload(heads, size, dtype)
+        yield what, indexer, why_no_indexer(indexer) or _NOT_COMPILED
     else:
         yield what, None, f"that of model_type {model_type!r} is not known here"

@@ -77,7 +77,10 @@ def decode_registers(found: Found, root: Path) -> str:
     header = ("KV cache", "head size", "rows", "CTAs per SM", "warpgroups", "registers")
     table = markdown([*header, "spilled, bytes", "ring slots x KiB"], lines)
     link = f"[{Path(RESOURCES).name}](../{RESOURCES})"
-    about = f"Compiled by DSL {record['dsl']}; all variants, other page sizes among them: {link}."
+    about = (
+        f"Compiled by DSL {record['dsl']}; all variants, other page sizes among them "
+        f"(`python -m tests.compile.variants` reads them again): {link}."
+    )
     return f"{about}\n\n{table}"
 
 

@@ -25,19 +25,16 @@ from cute_kernels.attention.cache_arguments import (
     describe,
     refuse,
 )
-from cute_kernels.memory import (
-    common_steps,
-    have_addresses,
-    meet,
-    reach_into,
-    shares_elements,
-)
+from cute_kernels.calls import refuse_gradients
+from cute_kernels.memory import overlapping, shares_elements
+from cute_kernels.numerics import FLOAT32_END, FLOAT32_ZERO_UP_TO
 
 # Window bounds from here on mean "unlimited": 2^30 keys are more than any sequence has, and
 # `position + bound` then stays inside int32 in the kernels.
 WINDOW_UNLIMITED_FROM = 2**30
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+# Of softcaps: the kernels divide by them and multiply them by log2(e) in float32.
+_CAPS = (2.0**-100, 2.0**100)
 _Q_DTYPES = (torch.bfloat16, torch.float16)
 _KV_FORMATS = {
     torch.uint8: "nvfp4",
@@ -196,7 +193,8 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
         read |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         _check_apart(out, q, read | {"k_descale": k_descale, "v_descale": v_descale})
     if torch.is_grad_enabled():
-        _check_no_grad((q, k, v, k_descale, v_descale, s_aux, out))
+        needing = {"q": q, "k": k, "v": v, "k_descale": k_descale, "v_descale": v_descale}
+        refuse_gradients("flash_attn_varlen_func", needing | {"s_aux": s_aux, "out": out})
     bound_k = 0 if max_seqlen_k is None else _check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
     _check_flags(causal, return_softmax_lse, deterministic)
     window_left, window_right = _check_window(window_size, causal)
@@ -289,24 +287,19 @@ def _check_apart(
 ) -> None:
     """What is written must not be what other sequences still read. Q itself may be overwritten: an
     output row is written when its query has been read."""
-    tensors = {name: x for name, x in read.items() if x is not None}
-    if not have_addresses(out, q, *tensors.values()):
+    found = overlapping({"out": out}, {**read, "q": q})
+    if found is None or (found[1] == "q" and _are_one(out, q)):
         return
-    for name, x in tensors.items():
-        if reach_into(out, x):
-            refuse("out", f"{describe(out)}, memory of {name}", "memory apart from what is read")
-    offset = out.data_ptr() - q.data_ptr()
-    if (offset != 0 or out.stride() != q.stride()) and reach_into(out, q):
-        if shares_elements(q) or meet(offset, common_steps(q, out)):
-            refuse("out", f"{describe(out)}, memory of q", "all of q's memory, or none of it")
+    accepted = (
+        "all of q's memory, or none of it" if found[1] == "q" else "memory apart from what is read"
+    )
+    refuse("out", f"{describe(out)}, memory of {found[1]}", accepted)
 
 
-def _check_no_grad(tensors: tuple[torch.Tensor | None, ...]) -> None:
-    for index, x in enumerate(tensors):
-        if x is not None and x.requires_grad:
-            name = ("q", "k", "v", "k_descale", "v_descale", "s_aux", "out")[index]
-            accepted = "tensors without gradients, or a call under torch.no_grad()"
-            refuse(name, "requires_grad=True (no backward pass)", accepted, NotImplementedError)
+def _are_one(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether each element of a tensor is the same element of another of its shape."""
+    dims = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return a.data_ptr() == b.data_ptr() and all(n == m for size, n, m in dims if size > 1)
 
 
 def _check_max_seqlen(name: str, value: int | torch.Tensor, device_bound: int) -> int:
@@ -352,14 +345,15 @@ def _check_window(window: tuple[int, int] | None, causal: bool) -> tuple[int, in
 
 def _check_scale(scale: float) -> float:
     # The kernels take the row maximum before they scale; a negative factor would make it a minimum.
-    if not _is_real(scale) or not 0.0 < scale <= _FLOAT32_MAX:
-        refuse("softmax_scale", describe(scale), "None (D**-0.5) or a finite Python number > 0")
+    if not _is_real(scale) or not FLOAT32_ZERO_UP_TO < scale < FLOAT32_END:
+        accepted = "None (D**-0.5) or a Python number that is finite and > 0 as float32"
+        refuse("softmax_scale", describe(scale), accepted)
     return float(scale)
 
 
 def _check_softcap(softcap: float) -> float:
-    if not _is_real(softcap) or not 0.0 <= softcap <= _FLOAT32_MAX:
-        refuse("softcap", describe(softcap), "a finite Python number >= 0 (0: none)")
+    if not _is_real(softcap) or not (softcap == 0.0 or _CAPS[0] <= softcap <= _CAPS[1]):
+        refuse("softcap", describe(softcap), "0 (none) or a Python number from 2^-100 to 2^100")
     return float(softcap)
 
 

@@ -23,6 +23,7 @@ from cute_kernels.attention.prepared import (
     new_output,
     say_nothing,
 )
+from cute_kernels.calls import is_traced
 from cute_kernels.reference.attention import attention_reference
 
 
@@ -70,18 +71,20 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         cu_seqlens_q: (B + 1,) int32, where each sequence's queries start in q.
         cu_seqlens_k: (B + 1,) int32, where each sequence's keys start in ragged k and v; with a
             block table, and without seqused_k, its differences are the key lengths.
-        seqused_k: (B,) int32, keys of each sequence. 0 is legal.
-        softmax_scale: factor of the scores, > 0; None means D ** -0.5.
+        seqused_k: (B,) int32, keys of each sequence. 0 is legal. With ragged k and v at most what
+            cu_seqlens_k gives a sequence, which is checked on CPU tensors only.
+        softmax_scale: factor of the scores, finite and > 0 as float32; None means D ** -0.5.
         causal: query i of q_len sees keys up to i + kv_len - q_len (bottom-right aligned).
         window_size: (left, right) keys visible beside a query's own position; -1 is unlimited.
         softcap: scores become softcap * tanh(scores / softcap), after descaling, before the mask;
-            0 is none.
+            0 is none, else from 2^-100 to 2^100.
         block_table: (B, max_blocks) int32 page ids. Entries past a sequence's last page, and
             before its window, are never followed.
         return_softmax_lse: also return the LSE.
         out: written instead of a new tensor; q's shape and dtype. Rows past cu_seqlens_q[-1] are
-            left as they are (in a new tensor on the GPU: undefined). It shares no memory with the
-            cache, which is checked in the first call with such shapes.
+            left as they are (in a new tensor on the GPU: undefined). It is q itself or shares no
+            element with what is read (views of one packed QKV do not), which is checked in the
+            first call with such shapes.
         k_descale, v_descale: float32 factors of an FP8 cache, global scales of an nvfp4 one: (),
             (1,), (Hkv,) or (B, Hkv), any strides; None means 1.
         k_block_scale, v_block_scale: of an nvfp4 cache, and of no other: as k and v with a last dim
@@ -107,6 +110,9 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         log of the row's sum of exponentials (sink included). A row that sees no key has output 0
         and LSE -inf, or its sink's value.
 
+    A NaN among the values of a token makes rows of its sequence NaN, those that the causal mask
+    hides it from included; past a sequence's end any byte may stand (docs/numerics.md).
+
     On CUDA the call does not synchronise, reads no device tensor on the host and can be captured
     in a graph (call once before, so that the kernel is compiled); a replay serves other lengths
     within the captured maxima. What no kernel here covers (head sizes other than 64, 128, 256 and
@@ -117,7 +123,8 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
     Raises:
         ValueError: an argument that cannot be right; the message says what was given and what is
             accepted.
-        NotImplementedError: an argument of other engines' functions that is not implemented.
+        NotImplementedError: an argument of other engines' functions that is not implemented. In
+            grad mode, a tensor that requires a gradient: there is no backward pass.
     """
     key = None
     if not others or say_nothing(others):
@@ -144,7 +151,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - the calling convention of serving
         deterministic=deterministic, fa_version=fa_version, v_scale_layout=v_scale_layout,
         **others,
     )  # fmt: skip
-    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
+    if is_traced(q):
         return _traced(problem, max_seqlen_q, max_seqlen_k)
     return run(problem, key if problem.sinks is s_aux else None)
 

@@ -16,6 +16,12 @@ import math
 
 import torch
 
+from cute_kernels.calls import is_traced, refuse_gradients
+from cute_kernels.memory import has_address, shares_elements
+
+_NAMES = (
+    "output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse",
+)  # fmt: skip
 _OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,12 +46,12 @@ def merge_attn_states(
 
     Raises:
         ValueError: a wrong shape, dtype or device.
-        NotImplementedError: a traced call on tensors that need a gradient (no backward pass).
+        NotImplementedError: in grad mode, a tensor that requires a gradient (no backward pass).
     """
     arguments = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
     _check(*arguments)
-    if torch.compiler.is_compiling() or type(output) is not torch.Tensor:
-        _check_no_grad(*arguments)
+    refuse_gradients("merge_attn_states", dict(zip(_NAMES, arguments, strict=True)))
+    if is_traced(output):
         torch.ops.cute_kernels.merge_attn_states(*arguments)
     else:
         _merge(*arguments)
@@ -104,6 +110,9 @@ def _check(
     for name, lse in lses.items():
         if (lse.shape, lse.dtype, lse.device) != (shape, torch.float32, output.device):
             _refuse(name, lse, f"float32 (Hq, total_q) = {shape} on {output.device}")
+    for name, x in (("output", output), ("output_lse", output_lse)):
+        if x is not None and has_address(x) and shares_elements(x):
+            _refuse(name, x, "a tensor whose elements do not share memory")
 
 
 def _refuse(name: str, x: torch.Tensor, accepted: str) -> None:
@@ -112,15 +121,6 @@ def _refuse(name: str, x: torch.Tensor, accepted: str) -> None:
 
 
 # ---- traced calls ------------------------------------------------------------------------------
-
-
-def _check_no_grad(*arguments: torch.Tensor | None) -> None:
-    """Autograd does not see into the traced op, so a graph through it would lose the gradient."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments):
-        raise NotImplementedError(
-            "merge_attn_states: got requires_grad=True (no backward pass); accepted in a traced "
-            "call: tensors without gradients, or a call under torch.no_grad()"
-        )
 
 
 _LIBRARY = torch.library.Library("cute_kernels", "FRAGMENT")

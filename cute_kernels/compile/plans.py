@@ -63,7 +63,15 @@ class IndexerWorkload:
     q_dtype: str
 
 
-Workload = AttentionWorkload | IndexerWorkload
+@dataclass(frozen=True)
+class StoreWorkload:
+    """What layers ask of the stores alone, where others read the cache. Fields as of attention."""
+
+    q_dtype: str
+    kv_cache_dtype: str
+
+
+Workload = AttentionWorkload | IndexerWorkload | StoreWorkload
 
 
 @dataclass(frozen=True)
@@ -222,7 +230,7 @@ def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:
 
 def _store(target: str) -> Callable[[Workload], list[store.StoreConfig]]:
     def needed(workload: Workload) -> list[store.StoreConfig]:
-        if not isinstance(workload, AttentionWorkload) or workload.q_dtype not in store.X_DTYPES:
+        if isinstance(workload, IndexerWorkload) or workload.q_dtype not in store.X_DTYPES:
             return []
         if workload.kv_cache_dtype not in store.KV_CACHE_DTYPE_NAMES:
             return []
@@ -235,13 +243,23 @@ def _store_claim(workload: Workload) -> list[store.ClaimConfig]:
     return [store.ClaimConfig()] if _store("sm_90a")(workload) else []
 
 
+def why_no_indexer(workload: IndexerWorkload) -> str | None:
+    """Why no kernel serves an indexer on any architecture, or None."""
+    if workload.q_dtype not in indexer.Q_DTYPES:
+        return f"its kernels take {' or '.join(indexer.Q_DTYPES)}, not {workload.q_dtype}"
+    if workload.head_size not in indexer.HEAD_SIZES:
+        sizes = f"{indexer.HEAD_SIZES[0]} to {indexer.HEAD_SIZES[-1]}, multiples of 32"
+        return f"its kernels take head sizes {sizes}, not {workload.head_size}"
+    if workload.num_heads > indexer.MAX_HEADS:
+        return f"its kernels take up to {indexer.MAX_HEADS} heads, not {workload.num_heads}"
+    return None
+
+
 def _indexer(part: str, target: str) -> Callable[[Workload], list[Any]]:
     """Both formats, windows and sizes of calls: engines choose the first, traffic the last."""
 
     def needed(workload: Workload) -> list[Any]:
-        if not isinstance(workload, IndexerWorkload) or workload.q_dtype not in indexer.Q_DTYPES:
-            return []
-        if workload.head_size not in indexer.HEAD_SIZES:
+        if not isinstance(workload, IndexerWorkload) or why_no_indexer(workload):
             return []
         table = indexer.q_support_table if part == "q" else indexer.k_support_table
         return table(target, (workload.head_size,))

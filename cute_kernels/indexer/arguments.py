@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from cute_kernels.calls import check_tensor, is_plain
 from cute_kernels.indexer.formats import IndexerFormat, check_head_size, get_indexer_format
+from cute_kernels.memory import has_address, overlapping, shares_elements
+from cute_kernels.numerics import FLOAT32_END
 
+# Positions of a window, twice the ratio with overlap, are counted in 32 bits.
+_MAX_RATIO = 2**30 - 1
 _FLOATS = (torch.float32, torch.bfloat16)
-# The smallest float that becomes infinite as float32: half an ulp above the largest.
-_SINGLE_END = 2.0**128 - 2.0**103
 
 
 Q_TENSORS = ("positions", "index_q", "cos_sin_cache", "index_weights")
@@ -120,8 +123,8 @@ def check_k(
     storage = get_indexer_format(cache_format)
     if isinstance(compress_ratio, bool) or not isinstance(compress_ratio, int):
         raise ValueError(f"compress_ratio: got {compress_ratio!r}; accepted: an int")
-    if compress_ratio < 1:
-        raise ValueError(f"compress_ratio: got {compress_ratio}; accepted: 1 or more")
+    if not 1 <= compress_ratio <= _MAX_RATIO:
+        raise ValueError(f"compress_ratio: got {compress_ratio}; accepted: 1 to {_MAX_RATIO}")
     call = IndexerK(
         state_cache, token_to_seq, positions, slot_mapping, state_block_table, norm_weight,
         norm_eps, cos_sin_cache, k_cache, compress_ratio, storage, overlap=0,
@@ -145,7 +148,25 @@ def check_k(
             raise ValueError(f"{name}: got {x.shape[0]} entries, slot_mapping {tokens}")
     _check("state_block_table", state_block_table, (None, None), (torch.int32,), "(B, max_blocks)")
     check_k_cache(k_cache, storage, head_size)
-    return call._replace(norm_eps=eps, overlap=_overlap(state_cache, head_size))
+    overlap = _overlap(state_cache, head_size)
+    _check_memory(call)
+    return call._replace(norm_eps=eps, overlap=overlap)
+
+
+def _check_memory(call: IndexerK) -> None:
+    """Two rows must not be the same bytes, and what is read not be written meanwhile."""
+    cache = call.k_cache
+    if has_address(cache) and shares_elements(cache):
+        raise ValueError(
+            f"k_cache: got strides {cache.stride()} of shape {tuple(cache.shape)}; accepted: blocks"
+            " that do not share memory"
+        )
+    read = {name: getattr(call, name) for name in K_TENSORS if name != "k_cache"}
+    found = overlapping({"k_cache": cache}, read)
+    if found is not None:
+        raise ValueError(
+            f"k_cache: got memory of {found[1]}; accepted: memory apart from what is read"
+        )
 
 
 def check_k_cache(k_cache: torch.Tensor, storage: IndexerFormat, head_size: int) -> None:
@@ -180,14 +201,15 @@ def _overlap(state_cache: torch.Tensor, head_size: int) -> int:
 
 
 def _check_tensors(call: IndexerQ | IndexerK, names: tuple[str, ...]) -> None:
-    """That what should be tensors are, on one device."""
+    """That what should be tensors are, on one device that can compute."""
     for name in names:
         x = getattr(call, name)
-        if not isinstance(x, torch.Tensor):
-            raise ValueError(f"{name}: got a {type(x).__name__}; accepted: a tensor")
+        check_tensor(name, x)
         device = getattr(call, names[0]).device
         if x.device != device:
             raise ValueError(f"{name}: got {x.device}; accepted: {device}, as {names[0]}")
+        if x.is_meta and is_plain(x):
+            raise ValueError(f"{name}: got meta; accepted: a tensor that has memory")
 
 
 def _check(
@@ -218,6 +240,6 @@ def _single(name: str, value: float) -> float:
     """A host number that is finite as float32, which is what a device sees."""
     # Comparisons with NaN are false.
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not abs(value) < _SINGLE_END:
+    if not number or not abs(value) < FLOAT32_END:
         raise ValueError(f"{name}: got {value!r}; accepted: a number that is finite as float32")
     return float(value)

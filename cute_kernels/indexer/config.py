@@ -15,6 +15,7 @@ TARGETS, E2M1_TARGETS = store.TARGETS, store.E2M1_TARGETS
 # Elements that a lane quantizes at a time: 16 bytes of bf16.
 CHUNK = 8
 MAX_HEAD_SIZE = 512
+MAX_HEADS = 65535  # a head is a coordinate of the grid
 HEAD_SIZES = tuple(range(HEAD_MULTIPLE, MAX_HEAD_SIZE + 1, HEAD_MULTIPLE))
 Q_DTYPES = ("bf16",)
 Q_THREADS = 128

@@ -63,7 +63,7 @@ def check_head_size(name: str, head_size: int) -> None:
     Raises:
         ValueError: it is no positive multiple of 32.
     """
-    if head_size <= 0 or head_size % HEAD_MULTIPLE:
+    if type(head_size) is not int or head_size <= 0 or head_size % HEAD_MULTIPLE:
         raise ValueError(
             f"{name}: got head size {head_size}; accepted: positive multiples of {HEAD_MULTIPLE}"
         )

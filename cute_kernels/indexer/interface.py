@@ -13,6 +13,7 @@ from collections.abc import Hashable
 
 import torch
 
+from cute_kernels.calls import is_traced, refuse_gradients
 from cute_kernels.indexer import op
 from cute_kernels.indexer.arguments import (
     K_TENSORS,
@@ -70,8 +71,8 @@ def fused_indexer_q_rope_quant(
 
     Raises:
         ValueError: an argument not as above.
-        NotImplementedError: CUDA tensors under graph capture that no kernel serves. A traced call
-            on tensors that need a gradient: there is no backward pass.
+        NotImplementedError: CUDA tensors under graph capture that no kernel serves. In grad mode,
+            a tensor that requires a gradient: there is no backward pass.
     """
     arguments = (
         positions, index_q, cos_sin_cache, index_weights, softmax_scale, head_scale, use_fp4,
@@ -81,9 +82,9 @@ def fused_indexer_q_rope_quant(
     if result is not None:
         return result
     call = check_q(*arguments)
-    if not _is_traced(index_q):
+    refuse_gradients("fused_indexer_q_rope_quant", dict(zip(Q_TENSORS, arguments[:4], strict=True)))
+    if not is_traced(index_q):
         return _run_q(call, key)
-    _refuse_gradients("fused_indexer_q_rope_quant", call, Q_TENSORS)
     codes, scales, weights = torch.ops.cute_kernels.fused_indexer_q_rope_quant(*call)
     return codes, scales if use_fp4 else None, weights
 
@@ -130,16 +131,23 @@ def compress_norm_rope_insert(
             D / 32 for mxfp4, D + 4 for fp8_e4m3. The shape is nominal: a block holds the values of
             all its rows, then their scales (docs/formats.md). The stride between blocks and the
             storage offset are free.
-        compress_ratio: positions for each row, 1 or more.
+        compress_ratio: positions for each row, 1 to 2^30 - 1.
         cache_format: "mxfp4" or "fp8_e4m3".
 
-    On CUDA tensors the same torch definition runs: slowly, with a host synchronisation and a
-    warning. Under graph capture it raises instead.
+    k_cache shares no memory with what is read, nor its blocks with each other; this is checked in
+    the first call with such shapes.
+
+    On CUDA tensors a kernel runs: nothing synchronises, no device tensor is read on the host, and
+    the call can be captured in a graph (call once before, so that the kernel is compiled); what
+    lies outside the tables takes their nearest entry, and its row is undefined. What no kernel
+    serves (head sizes above 512, compute capability below 9.0) runs the torch definition: slowly,
+    with a host synchronisation and a warning.
 
     Raises:
-        ValueError: an argument not as above, or a window outside the tables; nothing is written.
-        NotImplementedError: CUDA tensors under graph capture. A traced call on tensors that need a
-            gradient: there is no backward pass.
+        ValueError: an argument not as above; where the torch definition runs, also a window outside
+            the tables. Nothing is written.
+        NotImplementedError: CUDA tensors under graph capture that no kernel serves. In grad mode,
+            a tensor that requires a gradient: there is no backward pass.
     """
     arguments = (
         state_cache, token_to_seq, positions, slot_mapping, state_block_table, norm_weight,
@@ -150,10 +158,10 @@ def compress_norm_rope_insert(
     if launch is not None and launch.go(*tensors):
         return
     call = check_k(*arguments)
-    if not _is_traced(k_cache):
+    refuse_gradients("compress_norm_rope_insert", dict(zip(K_TENSORS, tensors, strict=True)))
+    if not is_traced(k_cache):
         _run_k(call, key)
         return
-    _refuse_gradients("compress_norm_rope_insert", call, K_TENSORS)
     torch.ops.cute_kernels.compress_norm_rope_insert(*arguments)
 
 
@@ -179,7 +187,7 @@ def _run_q(
             _PREPARED_Q.keep(key, launch)
         return launch.go(call.positions, queries, *call[2:4])
     _warn_or_refuse("fused_indexer_q_rope_quant", call.index_q.device, reason)
-    with torch.no_grad():  # as in traced calls: there is no backward pass
+    with torch.no_grad():  # a graph's op is not asked about gradients again
         return indexer_q(call)
 
 
@@ -222,20 +230,6 @@ _LIBRARY.define(
     " Tensor slot_mapping, Tensor state_block_table, Tensor norm_weight, float norm_eps,"
     " Tensor cos_sin_cache, Tensor(a!) k_cache, int compress_ratio, str cache_format) -> ()"
 )
-
-
-def _is_traced(x: torch.Tensor) -> bool:
-    return torch.compiler.is_compiling() or type(x) is not torch.Tensor
-
-
-def _refuse_gradients(name: str, call: IndexerQ | IndexerK, tensors: tuple[str, ...]) -> None:
-    """Autograd does not see into the traced ops: a graph through them would lose the gradient."""
-    needing = [field for field in tensors if getattr(call, field).requires_grad]
-    if needing and torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{name}: got requires_grad=True for {', '.join(needing)} (no backward pass); accepted "
-            "in a traced call: tensors without gradients, or a call under torch.no_grad()"
-        )
 
 
 # Both ops check again, because an exported graph may be fed other shapes than it was traced with.

@@ -18,6 +18,7 @@ from cute_kernels.indexer.arguments import IndexerK, IndexerQ
 from cute_kernels.indexer.config import (
     CHUNK,
     MAX_HEAD_SIZE,
+    MAX_HEADS,
     Q_THREADS,
     SCANNED_TOKENS,
     TARGETS,
@@ -31,7 +32,6 @@ from cute_kernels.indexer.formats import HEAD_MULTIPLE
 from cute_kernels.store.op import are_multiples, divisor
 
 _INT32_MAX = 2**31 - 1
-_MAX_PARTS = 65535
 _CLAIM = IndexerClaimConfig()
 
 
@@ -52,7 +52,7 @@ def why_not(call: IndexerQ | IndexerK) -> str | None:
 
 def _why_not_q(call: IndexerQ) -> str | None:
     tokens, heads, head_size = call.index_q.shape
-    if tokens > _INT32_MAX or heads * head_size > _INT32_MAX or heads > _MAX_PARTS:
+    if tokens > _INT32_MAX or heads * head_size > _INT32_MAX or heads > MAX_HEADS:
         return f"index_q {tuple(call.index_q.shape)}: beyond 2^31 elements a token or 2^16 heads"
     return None
 
@@ -64,8 +64,6 @@ def _why_not_k(call: IndexerK) -> str | None:
     blocks, block_size = call.k_cache.shape[:2]
     if blocks * block_size > _INT32_MAX or call.slot_mapping.shape[0] > _INT32_MAX:
         return "slots or tokens beyond 2^31"
-    if (1 + call.overlap) * call.compress_ratio > _INT32_MAX:
-        return f"compress_ratio {call.compress_ratio}: windows beyond 2^31 rows"
     if call.state_block_table.shape[1] * call.state_cache.shape[1] > _INT32_MAX:
         return "state_block_table with positions beyond 2^31"
     return None

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import torch
 
+# Bounds of what a number is as float32: the smallest that becomes infinite, half an ulp above the
+# largest, and the largest that becomes 0, half the smallest.
+FLOAT32_END = 2.0**128 - 2.0**103
+FLOAT32_ZERO_UP_TO = 2.0**-150
+
 
 def widened(x: torch.Tensor) -> torch.Tensor:
     """`x` as float32 without a rounding: float32, bfloat16 or float16.

@@ -44,7 +44,8 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
 def decode(codes: torch.Tensor) -> torch.Tensor:
     """The float32 values of codes 0..15 (uint8); code 8 is -0.0."""
-    values = torch.tensor([*VALUES, *(-v for v in VALUES)], device=codes.device)
+    signed = [*VALUES, *(-v for v in VALUES)]
+    values = torch.tensor(signed, dtype=torch.float32, device=codes.device)
     return values[codes.long()]
 
 

@@ -9,7 +9,8 @@ be large,
     LSE = log(sum_j exp(S_j) + exp(sink))                        the sink term where there are sinks
     O   = v_descale * sum_j exp(S_j - LSE) V_j
 
-in this order (softcap as in Gemma 2, https://arxiv.org/abs/2408.00118; sinks as in the gpt-oss
+in this order, in float32 where its range suffices for the products of Q and K and for their factor,
+else in float64 (softcap as in Gemma 2, https://arxiv.org/abs/2408.00118; sinks as in the gpt-oss
 model card, https://arxiv.org/abs/2508.10925: a column of the softmax that has no value). A row that
 sees no key gets output 0 and LSE -inf, or the sink's value.
 
@@ -31,6 +32,7 @@ from cute_kernels.reference.quantize import dequantize_nvfp4
 
 # Upper bound of the elements of one score matrix: 256 MiB in float64.
 _MAX_SCORES = 2**25
+_SMALLEST_NORMAL, _FAR = 2.0**-126, 2.0**100
 
 
 class _Sequence(NamedTuple):
@@ -100,7 +102,7 @@ def _read_sequences(problem: AttentionProblem) -> list[_Sequence]:
         if kv_lens is None:
             kv_lens = room
         elif problem.block_table is None:
-            kv_lens = [min(n, r) for n, r in zip(kv_lens, room, strict=True)]
+            _check_room(kv_lens, room)
     if problem.block_table is not None:
         pages = problem.block_table.tolist()
     sequences = []
@@ -113,6 +115,16 @@ def _read_sequences(problem: AttentionProblem) -> list[_Sequence]:
         if problem.block_table is not None:
             _check_pages(problem, sequences[-1])
     return sequences
+
+
+def _check_room(kv_lens: list[int], room: list[int]) -> None:
+    """Of ragged keys: those beyond a sequence's own are another's."""
+    for i, (n, most) in enumerate(zip(kv_lens, room, strict=True)):
+        if n > most:
+            raise ValueError(
+                f"flash_attn_varlen_func: seqused_k: sequence {i} has {n} keys; accepted: at most "
+                f"the {most} that cu_seqlens_k gives it"
+            )
 
 
 def _visible(
@@ -173,21 +185,27 @@ def _attend(
         return o, nothing if sinks is None else sinks
 
     start = sequence.q_start
-    q = problem.q[start + first : start + last].to(dtype)
     # Row r * group + g of KV head h is query r of head h * group + g.
     q = (
-        q.view(rows, num_kv_heads, group, head_size)
+        problem.q[start + first : start + last]
+        .view(rows, num_kv_heads, group, head_size)
         .transpose(0, 1)
         .reshape(num_kv_heads, -1, head_size)
     )
     k, v = (
-        _keys(*side, problem, sequence, begin, end).to(dtype).transpose(0, 1)
+        _keys(*side, problem, sequence, begin, end).transpose(0, 1)
         for side in ((problem.k, problem.k_block_scale), (problem.v, problem.v_block_scale))
     )
+    factor = _score_factor(problem, sequence)
+    result_dtype = dtype
+    q, k = q.to(dtype), k.to(dtype)
+    if dtype is torch.float32 and not _scores_fit(q, k, factor):
+        dtype = torch.float64
+        q, k = q.to(dtype), k.to(dtype)
+        sinks = None if sinks is None else sinks.to(dtype)
+    v = v.to(dtype)
 
-    scores = torch.bmm(q, k.transpose(1, 2)) * problem.softmax_scale
-    if problem.k_descale is not None:
-        scores *= problem.k_descale[sequence.index].to(dtype)[:, None, None]
+    scores = torch.bmm(q, k.transpose(1, 2)) * factor.to(dtype)
     if problem.softcap > 0.0:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     scores = scores.view(num_kv_heads, rows, group, end - begin).transpose(1, 2)
@@ -213,7 +231,29 @@ def _attend(
     o = torch.bmm(weights, v)
     if problem.v_descale is not None:
         o *= problem.v_descale[sequence.index].to(dtype)[:, None, None]
-    return o.view(num_q_heads, rows, head_size).transpose(0, 1), lse
+    o = o.view(num_q_heads, rows, head_size).transpose(0, 1)
+    return o.to(result_dtype), lse.to(result_dtype)
+
+
+def _score_factor(problem: AttentionProblem, sequence: _Sequence) -> torch.Tensor:
+    """softmax_scale * k_descale, float64, (Hkv, 1, 1) or 0-d: one float32 factor may be far beyond
+    the range that their product is in."""
+    scale = torch.full((), problem.softmax_scale, dtype=torch.float64, device=problem.q.device)
+    if problem.k_descale is None:
+        return scale
+    return scale * problem.k_descale[sequence.index].double()[:, None, None]
+
+
+def _scores_fit(q: torch.Tensor, k: torch.Tensor, factor: torch.Tensor) -> bool:
+    """Whether float32 holds the products before and after the factor, and the factor.
+
+    With products below 2^100 and such a factor, what float32 flushes to 0 is below 2^-40 as a
+    score. Comparisons with NaN are false.
+    """
+    largest = q.shape[-1] * math.prod(max(map(abs, map(float, x.aminmax()))) for x in (q, k))
+    factors = factor.abs().flatten().tolist()
+    in_range = all(f == 0.0 or _SMALLEST_NORMAL <= f < _FAR for f in factors)
+    return in_range and largest < _FAR and largest * max(factors) < 2.0**126
 
 
 def _keys(

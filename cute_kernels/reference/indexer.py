@@ -19,10 +19,16 @@ import math
 
 import torch
 
+from cute_kernels.calls import check_tensor
 from cute_kernels.indexer.arguments import IndexerK, IndexerQ, check_k_cache
 from cute_kernels.indexer.formats import IndexerFormat, get_indexer_format
 from cute_kernels.numerics import e4m3, ue8m0
-from cute_kernels.reference.quantize import dequantize_mxfp4, largest_magnitude, quantize_mxfp4
+from cute_kernels.reference.quantize import (
+    check_dtype,
+    dequantize_mxfp4,
+    largest_magnitude,
+    quantize_mxfp4,
+)
 from cute_kernels.reference.store import rows_to_write
 
 _FP8_MIN_AMAX = 1e-4
@@ -54,6 +60,8 @@ def indexer_k(call: IndexerK) -> None:
         ValueError: a live token whose sequence, position or state block does not exist.
     """
     tokens, slots = _live_tokens(call)
+    if not tokens.numel():
+        return
     values, scales = encoded(k_rows(call, tokens), call.cache_format)
     value_bytes, scale_bytes = split_k_cache(call.k_cache, call.cache_format.name, call.head_size)
     block_size = call.k_cache.shape[1]
@@ -75,7 +83,8 @@ def k_rows(call: IndexerK, tokens: torch.Tensor) -> torch.Tensor:
     """
     position = call.positions[tokens]
     rope_position = position // call.compress_ratio * call.compress_ratio
-    _check_range("positions", rope_position, call.cos_sin_cache.shape[0])
+    rounded = f"positions (rounded down to multiples of {call.compress_ratio}, for cos_sin_cache)"
+    _check_range(rounded, rope_position, call.cos_sin_cache.shape[0])
     kv, score = _windows(call, tokens, position)
     compressed = (kv * score.softmax(1)).sum(1)
     eps = _float32(call.norm_eps, compressed)
@@ -153,6 +162,7 @@ def split_k_cache(
         ValueError: an argument not as above, or rows of another format's or head size's bytes.
     """
     storage = get_indexer_format(cache_format)
+    check_tensor("k_cache", k_cache)
     check_k_cache(k_cache, storage, head_size)
     blocks, tokens, _ = k_cache.shape
     views = []
@@ -186,6 +196,8 @@ def gather_indexer_k(
         ValueError: as `split_k_cache`, or a slot beyond the cache.
     """
     value_bytes, scale_bytes = split_k_cache(k_cache, cache_format, head_size)
+    check_tensor("slots", slots)
+    check_dtype(dtype)
     if slots.dtype is not torch.int64 or slots.dim() != 1:
         got = f"{slots.dtype} {tuple(slots.shape)}"
         raise ValueError(f"slots: got {got}; accepted: int64 (n,)")
@@ -219,17 +231,17 @@ def _windows(
     """Entries and scores (m, window, D) of the tokens' windows; 0 and -inf before position 0."""
     ratio, head_size = call.compress_ratio, call.head_size
     length = (1 + call.overlap) * ratio
+    state_block_size, table = call.state_cache.shape[1], call.state_block_table
+    # First, because it bounds the window's size: a position is its window's last.
+    _check_range("positions // state_block_size", position // state_block_size, table.shape[1])
     back = torch.arange(1 - length, 1, device=position.device)
     at = position.unsqueeze(1) + back
     exists = (at >= 0).unsqueeze(-1)
     # Where a window begins before position 0, it also has that position: nothing more is read.
     at = at.clamp(min=0)
-    state_block_size = call.state_cache.shape[1]
     sequence = call.token_to_seq[tokens].long()
-    _check_range("token_to_seq", sequence, call.state_block_table.shape[0])
-    column = at // state_block_size
-    _check_range("positions // state_block_size", column, call.state_block_table.shape[1])
-    block = call.state_block_table[sequence.unsqueeze(1), column].long()
+    _check_range("token_to_seq", sequence, table.shape[0])
+    block = table[sequence.unsqueeze(1), at // state_block_size].long()
     _check_range("state_block_table", block, call.state_cache.shape[0])
     kv, score = call.state_cache[block, at % state_block_size].chunk(2, -1)
     if call.overlap:

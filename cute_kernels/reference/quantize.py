@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
+from cute_kernels.calls import check_tensor, refuse_gradients
 from cute_kernels.formats import KV_CACHE_DTYPES, NVFP4_GROUP, ScaleSearch
 from cute_kernels.numerics import e2m1, e4m3, ue8m0, widened
 
@@ -23,6 +24,8 @@ _INVERSE = {4: 0.25, 6: float.fromhex("0x1.555556p-3"), 7: float.fromhex("0x1.24
 _MSE_CANDIDATES = 8
 _MXFP4_MIN_AMAX = 6.0 * 2.0**-126
 _SCALE_RANGE = (2.0**-100, 2.0**100)
+# What rounds to them as float32, half an ulp outside.
+_SCALE_ENDS = (2.0**-100 - 2.0**-125, 2.0**100 + 2.0**76)
 
 
 # The searches by name. FOUR_OVER_SIX also tries 4 as the largest magnitude, beside which the grid
@@ -56,6 +59,7 @@ def quantize_nvfp4(
     Raises:
         ValueError: an argument not as above, or a float scale that, as float32, is not finite and
             within [2^-100, 2^100]. Scales in tensors are not checked: the formula decides.
+        NotImplementedError: in grad mode, a tensor that requires a gradient.
     """
     search = NVFP4_SCALE_SEARCH[known("kv_cache_dtype", kv_cache_dtype, NVFP4_SCALE_SEARCH)]
     if side is not None:
@@ -64,8 +68,10 @@ def quantize_nvfp4(
         if side is None:
             raise ValueError(f"side: got None; {kv_cache_dtype!r} needs 'k' or 'v'")
         search = ScaleSearch.FOUR_OVER_SIX if side == "k" else ScaleSearch.DEFAULT
+    check_tensor("x", x)
     groups = _grouped("x", widened(x), NVFP4_GROUP)
     scale = _scale_per_row(global_scale, x).unsqueeze(-1)
+    refuse_gradients("quantize_nvfp4", {"x": x, "global_scale": scale})
     sf, codes = _search_scale(groups, scale, search)
     return e2m1.pack(codes.flatten(-2)), sf.view(torch.float8_e4m3fn)
 
@@ -90,7 +96,8 @@ def dequantize_nvfp4(
     Raises:
         ValueError: shapes or dtypes that do not belong together, or a scale out of range.
     """
-    _check_bytes("block_scale", block_scale, torch.float8_e4m3fn)
+    _check_bytes("block_scale", block_scale, torch.float8_e4m3fn, data)
+    check_dtype(dtype)
     groups = _unpacked(data, block_scale.shape, NVFP4_GROUP)
     blocks = groups * e4m3.decode(block_scale).unsqueeze(-1)
     scale = _scale_per_row(global_scale, data)[..., None, None]
@@ -111,8 +118,11 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Raises:
         ValueError: an argument not as above.
+        NotImplementedError: in grad mode, an x that requires a gradient.
     """
+    check_tensor("x", x)
     groups = _grouped("x", widened(x), MXFP4_GROUP)
+    refuse_gradients("quantize_mxfp4", {"x": x})
     e = ue8m0.ceil_exponent(largest_magnitude(groups).clamp(min=_MXFP4_MIN_AMAX) * _INVERSE[6])
     codes = e2m1.encode(groups * ue8m0.power_of_two(-e).unsqueeze(-1))
     return e2m1.pack(codes.flatten(-2)), ue8m0.encode(e)
@@ -134,7 +144,8 @@ def dequantize_mxfp4(
     Raises:
         ValueError: shapes or dtypes that do not belong together.
     """
-    _check_bytes("scale_ue8m0", scale_ue8m0, torch.float8_e8m0fnu)
+    _check_bytes("scale_ue8m0", scale_ue8m0, torch.float8_e8m0fnu, data)
+    check_dtype(dtype)
     groups = _unpacked(data, scale_ue8m0.shape, MXFP4_GROUP)
     exact = torch.float64 if dtype is torch.float64 else torch.float32
     blocks = groups.to(exact) * ue8m0.decode(scale_ue8m0).unsqueeze(-1)
@@ -167,14 +178,19 @@ def as_scale(scale: float | torch.Tensor, name: str, device: torch.device) -> to
         return scale.reshape(()) if scale.numel() == 1 else scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise ValueError(f"{name}: got {scale!r}; accepted: a float or a float32 tensor")
-    # By way of float64: the direct cast refuses values beyond float32.
-    single = torch.tensor(float(scale), dtype=torch.float64).float()
-    low, high = _SCALE_RANGE
-    if not low <= single.item() <= high:
-        raise ValueError(
-            f"{name}: got {scale!r}, {single.item()!r} as float32; accepted: {low!r} to {high!r}"
-        )
-    return single.to(device)
+    if not _SCALE_ENDS[0] <= scale <= _SCALE_ENDS[1]:
+        low, high = _SCALE_RANGE
+        raise ValueError(f"{name}: got {_with_float32(scale)}; accepted: {low!r} to {high!r}")
+    return torch.full((), float(scale), dtype=torch.float32, device=device)
+
+
+def _with_float32(scale: float) -> str:
+    try:
+        # By way of float64: the direct cast refuses values beyond float32.
+        single = torch.tensor(float(scale), dtype=torch.float64, device="cpu").float().item()
+    except OverflowError:
+        return "an int too large for a float"
+    return f"{scale!r}, {single!r} as float32"
 
 
 def reciprocal(x: torch.Tensor) -> torch.Tensor:
@@ -251,9 +267,22 @@ def _unpacked(data: torch.Tensor, scales: torch.Size, group: int) -> torch.Tenso
     return _grouped("data", e2m1.decode(e2m1.unpack(data)), group)
 
 
-def _check_bytes(name: str, scales: torch.Tensor, dtype: torch.dtype) -> None:
+def _check_bytes(name: str, scales: torch.Tensor, dtype: torch.dtype, data: torch.Tensor) -> None:
+    check_tensor("data", data)
+    check_tensor(name, scales)
     if scales.dtype not in (torch.uint8, dtype):
         raise ValueError(f"{name}: got {scales.dtype}; accepted: {dtype}, uint8")
+    if scales.device != data.device:
+        raise ValueError(f"{name}: got {scales.device}; accepted: {data.device}, as data")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """
+    Raises:
+        ValueError: no dtype that values are read in.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype: got {dtype!r}; accepted: a torch dtype of floating-point numbers")
 
 
 def _scale_per_row(scale: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -19,18 +19,14 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.calls import check_tensor, is_plain
 from cute_kernels.formats import KV_CACHE_DTYPES, ScaleLayout
-from cute_kernels.memory import (
-    common_steps,
-    have_addresses,
-    meet,
-    reach_into,
-    shares_elements,
-)
+from cute_kernels.memory import has_address, overlapping, shares_elements
 from cute_kernels.numerics import e4m3
 from cute_kernels.reference.quantize import (
     NVFP4_GROUP,
     as_scale,
+    check_dtype,
     dequantize_mxfp4,
     dequantize_nvfp4,
     known,
@@ -126,27 +122,31 @@ def check_store(
         ValueError: as there.
     """
     storage = _STORAGE[known("kv_cache_dtype", kv_cache_dtype, _STORAGE)]
-    known("v_scale_layout", v_scale_layout, _SCALE_LAYOUTS)
-    if storage != "nvfp4" and v_scale_layout != "linear":
-        raise ValueError(f"v_scale_layout: got {v_scale_layout!r}; {storage} accepts 'linear'")
+    _check_layout("v_scale_layout", v_scale_layout, storage)
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    for name, x in {"key": key, "value": value, **caches, "slot_mapping": slot_mapping}.items():
+        check_tensor(name, x)
+        if x.is_meta and is_plain(x):
+            raise ValueError(f"{name}: got meta; accepted: a tensor that has memory")
     _check_tokens(key, value, slot_mapping)
     if key_cache.shape != value_cache.shape:
         shapes = f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         raise ValueError(f"key_cache and value_cache: got {shapes}; accepted: one shape")
-    sides = (("k", key, key_cache, k_scale), ("v", value, value_cache, v_scale))
-    for side, x, cache, scale in sides:
-        name = "key_cache" if side == "k" else "value_cache"
+    sides = zip("kv", (key, value), caches.items(), (k_scale, v_scale), strict=True)
+    for side, x, (name, cache), scale in sides:
         _check_cache(cache, name, storage)
         if cache.shape[2:] != (x.shape[1], _row_bytes(storage, x.shape[2])):
             raise ValueError(
                 f"{name}: got {tuple(cache.shape)}; {storage} accepts (num_blocks, block_size, "
                 f"{x.shape[1]}, {_row_bytes(storage, x.shape[2])}) for {tuple(x.shape)}"
             )
+        if storage == "nvfp4":
+            block_order(cache, name)
         _head_scale(scale, f"{side}_scale", x, torch.device("cpu"))
     if v_scale_layout == "sm100":
         _check_swizzle("v_scale_layout", key_cache.shape[1], key.shape[2] // NVFP4_GROUP)
-    _check_memory(key_cache, value_cache)
-    _check_apart(key, value, key_cache, value_cache)
+    read = {"key": key, "value": value, "slot_mapping": slot_mapping}
+    _check_memory(caches, read | {"k_scale": k_scale, "v_scale": v_scale})
     return storage
 
 
@@ -177,11 +177,12 @@ def split_nvfp4(side: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return views[0], views[1].view(torch.float8_e4m3fn)
 
 
-def block_order(side: torch.Tensor) -> tuple[int, int]:
+def block_order(side: torch.Tensor, name: str = "side") -> tuple[int, int]:
     """Rows between tokens, and between heads, of a dense block: NHD (Hkv, 1) or HND (1, tokens).
 
     Args:
         side: (num_blocks, tokens, Hkv, row).
+        name: of the argument, for the message.
 
     Raises:
         ValueError: blocks that are neither.
@@ -194,8 +195,8 @@ def block_order(side: torch.Tensor) -> tuple[int, int]:
             if heads in (1, 0) or head == order[1] * row:
                 return order
     raise ValueError(
-        f"side: got strides {side.stride()} of shape {tuple(side.shape)}; accepted within a block: "
-        "dense NHD or HND"
+        f"{name}: got strides {side.stride()} of shape {tuple(side.shape)}; accepted within a "
+        "block: dense NHD or HND"
     )
 
 
@@ -225,7 +226,8 @@ def gather_kv(
         ValueError: an argument not as above, or a slot beyond the cache.
     """
     known("storage", storage, ("fp8_e4m3", "nvfp4"))
-    known("scale_layout", scale_layout, _SCALE_LAYOUTS)
+    _check_layout("scale_layout", scale_layout, storage)
+    check_dtype(dtype)
     _check_cache(cache, "cache", storage)
     _check_slots("slots", slots)
     capacity = cache.shape[0] * cache.shape[1]
@@ -319,11 +321,11 @@ def _head_scale(
     scale: float | torch.Tensor, name: str, x: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """A scale () or (Hkv,) for rows (n, Hkv, ...); a float becomes a tensor on `device`."""
-    scale = as_scale(scale, name, device)
-    if scale.shape not in ((), (x.shape[1],)):
-        shape = tuple(scale.shape)
+    single = as_scale(scale, name, device)
+    shape = tuple(scale.shape) if isinstance(scale, torch.Tensor) else ()
+    if shape not in ((), (1,), (x.shape[1],)):
         raise ValueError(f"{name}: got shape {shape}; accepted: (), (1,), ({x.shape[1]},)")
-    return scale
+    return single
 
 
 def _check_tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -339,42 +341,37 @@ def _check_tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Te
 
 
 def _check_slots(name: str, slots: torch.Tensor) -> None:
+    check_tensor(name, slots)
     if slots.dtype is not torch.int64 or slots.dim() != 1:
         got = f"{tuple(slots.shape)} {slots.dtype}"
         raise ValueError(f"{name}: got {got}; accepted: (n,) int64")
 
 
-def _check_memory(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Two slots, or a slot of K and one of V, must not be the same bytes."""
-    both = (key_cache, value_cache)
-    one = key_cache is value_cache
-    if have_addresses(*both):  # those of a trace have none; the traced op checks again
-        for name, cache in zip(("key_cache", "value_cache"), both, strict=True):
-            if shares_elements(cache):
-                raise ValueError(
-                    f"{name}: got strides {cache.stride()} of shape {tuple(cache.shape)}; accepted:"
-                    " a tensor whose elements do not share memory"
-                )
-        offset = value_cache.data_ptr() - key_cache.data_ptr()
-        one = key_cache.numel() > 0 and meet(offset, common_steps(*both))
-    if one:
+def _check_memory(caches: dict[str, torch.Tensor], read: dict[str, object]) -> None:
+    """Two slots, or a slot of K and one of V, must not be the same bytes, and what is stored must
+    not be memory that is written meanwhile.
+
+    Of tensors in a trace nothing is known; the traced op checks again.
+    """
+    key_cache, value_cache = caches.values()
+    for name, cache in caches.items():
+        if has_address(cache) and shares_elements(cache):
+            raise ValueError(
+                f"{name}: got strides {cache.stride()} of shape {tuple(cache.shape)}; accepted:"
+                " a tensor whose elements do not share memory"
+            )
+    found = overlapping(caches, read)
+    if (key_cache is value_cache and not has_address(key_cache)) or found == tuple(caches):
         raise ValueError(
-            "key_cache and value_cache: got the same memory; accepted: two sides of a cache, which "
-            "may be interleaved"
+            "key_cache and value_cache: got the same memory; accepted: two sides of a cache, "
+            "which may be interleaved"
         )
-
-
-def _check_apart(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
-) -> None:
-    """What is stored must not be memory that is written meanwhile."""
-    for name, x in (("key", key), ("value", value)):
-        for cache in (key_cache, value_cache):
-            if have_addresses(x, cache) and reach_into(x, cache):
-                raise ValueError(f"{name}: got memory of the cache; accepted: memory apart from it")
+    if found is not None:
+        raise ValueError(f"{found[1]}: got memory of the cache; accepted: memory apart from it")
 
 
 def _check_cache(cache: torch.Tensor, name: str, storage: str) -> None:
+    check_tensor(name, cache)
     dtypes = (torch.uint8,) if storage == "nvfp4" else (torch.uint8, torch.float8_e4m3fn)
     if cache.dtype not in dtypes:
         accepted = ", ".join(map(str, dtypes))
@@ -384,6 +381,12 @@ def _check_cache(cache: torch.Tensor, name: str, storage: str) -> None:
         raise ValueError(f"{name}: got {got}; accepted: 4 dims, the last one contiguous")
     if storage == "nvfp4" and (cache.shape[3] == 0 or cache.shape[3] % _NVFP4_BYTES):
         raise ValueError(f"{name}: got rows of {cache.shape[3]} bytes; nvfp4 has 9 D / 16")
+
+
+def _check_layout(name: str, layout: str, storage: str) -> None:
+    known(name, layout, _SCALE_LAYOUTS)
+    if storage != "nvfp4" and layout != "linear":
+        raise ValueError(f"{name}: got {layout!r}; {storage} accepts 'linear'")
 
 
 def _check_swizzle(name: str, block_size: int, groups: int) -> None:

@@ -10,11 +10,16 @@ from collections.abc import Hashable
 
 import torch
 
+from cute_kernels.calls import is_traced, refuse_gradients
 from cute_kernels.prepared import PreparedCalls
 from cute_kernels.reference import store as reference
 from cute_kernels.store import op
 
 PREPARED = PreparedCalls()
+_NAMES = (
+    "key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype", "k_scale",
+    "v_scale", "v_scale_layout",
+)  # fmt: skip
 
 
 def reshape_and_cache(
@@ -39,7 +44,8 @@ def reshape_and_cache(
             uint8, each block dense NHD or HND, its data before its block scales
             (`split_nvfp4`); the stride between blocks and the storage offset are free. The two
             may share an allocation, not their elements: caches that overlap, or whose own elements
-            do (expanded ones), are refused.
+            do (expanded ones), are refused. So is memory of the cache in any other argument, in
+            the first call with such shapes.
         slot_mapping: (n,) int64, n <= num_tokens; slot s is token s % block_size of block
             s // block_size. Negative slots are skipped; slots beyond the capacity are never
             written. Of tokens with the same slot one is stored, whole: the last one on the CPU
@@ -61,8 +67,8 @@ def reshape_and_cache(
         ValueError: an argument not as above, or a float scale that, as float32, is not finite and
             within [2^-100, 2^100]. Scales in tensors are not checked: the formula decides.
         NotImplementedError: CUDA tensors that no kernel serves: compute capability below 9.0, a
-            head size that is no multiple of 16, 2^31 slots or more. A traced call on tensors
-            that need a gradient: there is no backward pass.
+            head size that is no multiple of 16, 2^31 slots or more. In grad mode, a tensor that
+            requires a gradient: there is no backward pass.
     """
     arguments = (
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale,
@@ -72,8 +78,10 @@ def reshape_and_cache(
     if launch is not None and launch.go(*arguments[:5], k_scale, v_scale):
         return
     storage = _check(*arguments)
-    if torch.compiler.is_compiling() or type(key) is not torch.Tensor:
-        _check_no_grad(*arguments)
+    tensors = zip(_NAMES, arguments, strict=True)
+    needing = {name: x for name, x in tensors if isinstance(x, torch.Tensor)}
+    refuse_gradients("reshape_and_cache", needing)
+    if is_traced(key):
         k_tensor, k_float = _split(k_scale)
         v_tensor, v_float = _split(v_scale)
         torch.ops.cute_kernels.reshape_and_cache(
@@ -95,10 +103,6 @@ def _find(arguments: tuple) -> tuple[Hashable | None, op.StoreLaunch | None]:
 
 def _check(*arguments) -> str:
     """`reference.check_store`, and what is asked of tensors together."""
-    names = ("key", "value", "key_cache", "value_cache", "slot_mapping")
-    for name, x in zip(names, arguments[:5], strict=True):
-        if not isinstance(x, torch.Tensor):
-            raise ValueError(f"{name}: got a {type(x).__name__}; accepted: a tensor")
     storage = reference.check_store(*arguments)
     key, *others = (x for x in arguments if isinstance(x, torch.Tensor))
     for x in others:
@@ -108,16 +112,6 @@ def _check(*arguments) -> str:
                 "scales included"
             )
     return storage
-
-
-def _check_no_grad(*arguments) -> None:
-    """Autograd does not see into the traced op, so a graph through it would lose the gradient."""
-    tensors = (x for x in arguments if isinstance(x, torch.Tensor))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise NotImplementedError(
-            "reshape_and_cache: got requires_grad=True (no backward pass); accepted in a traced "
-            "call: tensors without gradients, or a call under torch.no_grad()"
-        )
 
 
 def _run(call: op.StoreCall) -> op.StoreLaunch | None:

@@ -14,7 +14,7 @@ import torch
 from cute_kernels.arch import device_arch, on_device
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
-from cute_kernels.memory import Steps, common_steps, meet
+from cute_kernels.memory import Lattice, lattice, meet
 from cute_kernels.reference.store import block_order
 from cute_kernels.store.config import (
     BOTH_SIDES_THREADS,
@@ -108,7 +108,7 @@ def _plan(call: StoreCall) -> StoreLaunch:
         _shape(call, tokens, capacity, arch.sm_count),
         tokens,
         capacity,
-        common_steps(call.key_cache, call.value_cache),
+        lattice(call.key_cache, call.value_cache),
     )
 
 
@@ -117,7 +117,7 @@ class StoreLaunch:
     """What is launched for a call, but for the addresses.
 
     claim: launched before, in long calls; shape: ``kernel.Shape`` without the owner's address.
-    steps: how the two caches lie; apart: bytes from the one to the other, found to be right.
+    lying: how the two caches lie; apart: bytes from the one to the other, found to be right.
     """
 
     function: Callable
@@ -128,7 +128,7 @@ class StoreLaunch:
     shape: tuple
     tokens: int
     capacity: int
-    steps: Steps
+    lying: Lattice
     apart: set[int] = field(default_factory=set)
 
     def go(self, key, value, key_cache, value_cache, slots, k_scale, v_scale) -> bool:
@@ -147,7 +147,7 @@ class StoreLaunch:
         return True
 
     def _are_apart(self, offset: int) -> bool:
-        if meet(offset, self.steps):
+        if meet(offset, self.lying):
             return False
         self.apart.add(offset)  # a model has as many as layers
         return True

@@ -101,7 +101,7 @@ INVALID = {
     "scale-overflow": ("softmax_scale", 1e39, "softmax_scale: got 1e[+]39"),
     "scale-negative": ("softmax_scale", -1.0, "softmax_scale: got -1.0"),
     "scale-tensor": ("softmax_scale", torch.tensor(1.0), "softmax_scale: got float32"),
-    "softcap-negative": ("softcap", -1.0, "softcap: got -1.0; accepted: a finite .* >= 0"),
+    "softcap-negative": ("softcap", -1.0, "softcap: got -1.0; accepted: 0 .none. or a .* 2.-100"),
     "softcap-nan": ("softcap", math.nan, "softcap: got nan"),
     "softcap-inf": ("softcap", math.inf, "softcap: got inf"),
     "window-int": ("window_size", 128, r"window_size: got 128; accepted: None or \(left, right\)"),

@@ -68,6 +68,15 @@ def test_meta_tensors_are_refused():
         validate(**{**inputs, "q": inputs["q"].to("meta")})
 
 
+def test_merge_refuses_to_write_elements_that_share_memory():
+    o, lse = torch.zeros(2, 3, 4), torch.zeros(3, 2)
+    for name, expanded in (("output", o[:, :1]), ("output_lse", lse[:1])):
+        shape = o.shape if name == "output" else lse.shape
+        given = {"output": o.clone(), "output_lse": lse.clone(), name: expanded.expand(shape)}
+        with pytest.raises(ValueError, match=f"{name}: got .*elements do not share memory"):
+            merge_attn_states(given["output"], o, lse, o, lse, given["output_lse"])
+
+
 @pytest.mark.parametrize("given", ([0.0], None, "x"))
 @pytest.mark.parametrize("index", range(5))
 def test_merge_names_what_is_no_tensor(index, given):

@@ -35,7 +35,11 @@ def q_call(**changes) -> None:
         ("positions", torch.arange(3).int(), r"got torch.int32 \(3,\); accepted: int64 \(T,\)"),
         ("positions", torch.arange(4), r"got torch.int64 \(4,\)"),
         ("positions", [0, 1, 2], "got a list"),
-        ("positions", torch.arange(3, device="meta"), "got cpu; accepted: meta, as positions"),
+        (
+            "positions",
+            torch.arange(3, device="meta"),
+            "got meta; accepted: a tensor that has memory",
+        ),
         ("positions", torch.tensor([0, 1, 7]), "got entries from 0 to 7; .*less than 7"),
         ("positions", torch.tensor([0, -1, 2]), "got entries from -1 to 2"),
         ("cos_sin_cache", torch.ones(9, 63), "got rope_dim 63; .*even, 2 to 128"),
@@ -55,8 +59,7 @@ def q_call(**changes) -> None:
     ),
 )
 def test_refusals_of_q(name, bad, message):
-    at = r"(index_q|positions)" if "meta" in message else name
-    with pytest.raises(ValueError, match=f"^{at}: {message}"):
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
         q_call(**{name: bad})
 
 
@@ -96,7 +99,8 @@ def k_bad_caches() -> list[tuple[torch.Tensor, str]]:
         ("norm_eps", math.nan, "got nan"),
         ("norm_eps", None, "got None"),
         ("cos_sin_cache", torch.ones(9, 192), "got rope_dim 192"),
-        ("compress_ratio", 0, "got 0; accepted: 1 or more"),
+        ("compress_ratio", 0, "got 0; accepted: 1 to 1073741823"),
+        ("compress_ratio", 10**30, "got 10000.*; accepted: 1 to 1073741823"),
         ("compress_ratio", 4.0, "got 4.0; accepted: an int"),
         ("compress_ratio", True, "got True"),
         ("cache_format", "fp8", "got 'fp8'; nearest: 'fp8_e4m3'.*; known: 'mxfp4', 'fp8_e4m3'"),
@@ -108,6 +112,42 @@ def test_refusals_of_k(name, bad, message):
     call = KCall(K_CASE)
     with pytest.raises(ValueError, match=f"^{name}: {message}"):
         compress_norm_rope_insert(**call.arguments | {name: bad})
+    assert (call.memory == SENTINEL).all()
+
+
+def test_blocks_must_not_share_memory():
+    call = KCall(K_CASE)
+    shape = call.arguments["k_cache"].shape
+    row = shape[1] * shape[2]
+    sliding = torch.zeros(4 * row, dtype=torch.uint8).as_strided(shape, (row - 1, shape[2], 1))
+    for cache in (sliding, torch.zeros(1, *shape[1:], dtype=torch.uint8).expand(shape)):
+        with pytest.raises(ValueError, match="^k_cache: got strides .*; accepted: blocks that do"):
+            compress_norm_rope_insert(**call.arguments | {"k_cache": cache})
+        assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    "name", ("state_cache", "cos_sin_cache", "norm_weight", "positions", "slot_mapping")
+)
+def test_the_cache_must_not_be_memory_that_is_read(name):
+    call = KCall(K_CASE)
+    read, shape = call.arguments[name].contiguous(), call.arguments["k_cache"].shape
+    size = read.numel() * read.element_size()
+    memory = torch.zeros(size + math.prod(shape), dtype=torch.uint8)
+    memory[:size] = read.view(-1).view(torch.uint8)
+    inside = memory[:size].view(read.dtype).view(read.shape)
+    cache = memory[: math.prod(shape)].view(shape)
+    behind = memory[size:].view(shape)
+    with pytest.raises(ValueError, match=f"^k_cache: got memory of {name}; accepted: memory apart"):
+        compress_norm_rope_insert(**call.arguments | {name: inside, "k_cache": cache})
+    assert torch.equal(memory[:size], read.view(-1).view(torch.uint8))
+    compress_norm_rope_insert(**call.arguments | {name: inside, "k_cache": behind})
+    assert behind.any()
+
+
+def test_a_ratio_that_nothing_reaches_allocates_nothing():
+    call = KCall(K_CASE)
+    call.run(compress_ratio=2**30 - 1)
     assert (call.memory == SENTINEL).all()
 
 

@@ -260,7 +260,6 @@ def test_why_not(monkeypatch, target):
     )
     for name in ("state_cache", "state_block_table"):
         assert f"{name} is empty" in op.why_not(on_gpu(k._replace(**{name: getattr(k, name)[:0]})))
-    assert "windows beyond" in op.why_not(on_gpu(k._replace(compress_ratio=2**31)))
 
 
 @pytest.mark.parametrize("target", TARGETS)

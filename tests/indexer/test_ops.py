@@ -132,24 +132,32 @@ def test_an_op_checks_its_arguments_again():
 
 
 def test_gradients():
-    """An eager result never needs one; a traced call that would lose one is refused."""
+    """Refused where they would be lost, in eager and traced calls; parameters are tensors."""
     arguments = q_call(False)
-    arguments["index_weights"].requires_grad_()
-    assert not fused_indexer_q_rope_quant(**arguments)[2].requires_grad
+    arguments["index_weights"] = torch.nn.Parameter(arguments["index_weights"])
     call = KCall(CASE)
-    call.arguments["norm_weight"].requires_grad_()
-    call.run()
+    call.arguments["norm_weight"] = torch.nn.Parameter(call.arguments["norm_weight"])
     for function, values, name in (
         (fused_indexer_q_rope_quant, arguments, "index_weights"),
         (compress_norm_rope_insert, call.arguments, "norm_weight"),
     ):
         torch._dynamo.reset()
-        compiled = torch.compile(function, backend="eager", fullgraph=True)
-        with pytest.raises(Exception, match=f"requires_grad=True for {name} "):
-            compiled(**values)
+        for run in (function, torch.compile(function, backend="eager", fullgraph=True)):
+            with pytest.raises(Exception, match=f"{name}: got requires_grad=True"):
+                run(**values)
         torch._dynamo.reset()
         with torch.no_grad():
-            compiled(**values)
+            function(**values)
+            torch.compile(function, backend="eager", fullgraph=True)(**values)
+    assert torch.equal(call.memory, torch.from_numpy(KCall(CASE).run()))
+
+
+def test_a_query_that_is_a_parameter_is_no_traced_call(monkeypatch):
+    monkeypatch.setattr(torch.ops.cute_kernels, "fused_indexer_q_rope_quant", None)
+    arguments = q_call(True)
+    plain = fused_indexer_q_rope_quant(**arguments)
+    query = torch.nn.Parameter(arguments["index_q"], requires_grad=False)
+    assert same(fused_indexer_q_rope_quant(**arguments | {"index_q": query}), plain)
 
 
 # ---- CUDA tensors ------------------------------------------------------------------------------

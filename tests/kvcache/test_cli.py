@@ -31,6 +31,13 @@ def rows(output: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in lines if cells[0].endswith("_attention")}
 
 
+def test_the_indexer_of_a_model_is_explained():
+    done = explain("deepseek-v4-defaults", "--kv-cache-dtype", "fp8")
+    assert "indexer (64 heads of 128): kernels make its Q and K" in done.output
+    old = explain("deepseek-v4-defaults", "--kv-cache-dtype", "fp8", "--arch", "sm_80")
+    assert "indexer (64 heads of 128): not served: no kernel" in old.output
+
+
 def test_a_model_that_is_served():
     done = explain("gemma-4-defaults", "--arch", "sm_90a", "--kv-cache-dtype", "fp8")
     assert done.exit_code == 0, done.output

@@ -12,6 +12,7 @@ from tests.kvcache.helpers import Layer, config
 
 TABLE = np.zeros((2, 3), dtype=np.int32)
 FIELDS = {"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2}
+NVFP4 = kvcache.get_kv_cache_dtype("nvfp4")
 CONFIG_TAKERS = (
     kvcache.can_run,
     kvcache.explain,
@@ -48,6 +49,26 @@ CALLS = {
     "block is numpy": (
         lambda: kvcache.split_block_table(torch.zeros(1, 1).int(), np.int64(128), 64),
         "manager_block: got",
+    ),
+    "query tokens are a bool": (
+        lambda: kvcache.select_kernel(config(), True),
+        "query_tokens: got a bool; accepted: an int",
+    ),
+    "most tokens of a page are text": (
+        lambda: kvcache.plan_pages([kvcache.LayerGroup("a", config(), 1)], max_block_size="64"),
+        "max_block_size: got a str; accepted: an int",
+    ),
+    "dtypes are names": (
+        lambda: kvcache.check_same_cache_format(("nvfp4", None), ("nvfp4", None)),
+        r"writer\[0\]: got a str; accepted: a KVCacheDType and a ScaleLayout or None",
+    ),
+    "a layout is a name": (
+        lambda: kvcache.check_same_cache_format((NVFP4, None), (NVFP4, "linear")),
+        r"reader\[1\]: got a str",
+    ),
+    "a dtype without a layout": (
+        lambda: kvcache.check_same_cache_format(NVFP4, NVFP4),
+        "writer: got a cute_kernels.formats.KVCacheDType",
     ),
     "one config": (lambda: kvcache.select_common_block_size(config()), "configs: got a"),
     "configs are dicts": (

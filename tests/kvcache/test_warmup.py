@@ -216,6 +216,46 @@ def test_architectures_without_kernels_are_named_and_stop_nothing():
     assert line.startswith("full_attention (80 layers) on sm_100a, TP 1: ")
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ("fp8", "nvfp4_mse"))
+def test_where_others_read_the_cache_the_store_is_planned(kv_cache_dtype):
+    found = plan_warmup(read_model(CONFIGS / "llama-3-70b.json"), ["sm_100a"], kv_cache_dtype)
+    assert {planned.unit.kernel for planned in found.units} == {"store_sm100", "store_claim"}
+    for planned in found.units:
+        assert planned.reasons == ("the store of full_attention (80 layers) on sm_100a, TP 1",)
+    plain = plan_warmup(read_model(CONFIGS / "llama-3-70b.json"), ["sm_100a"], "bf16")
+    assert not plain.units
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    (
+        ("architectures", "sm_90a"),
+        ("architectures", [90]),
+        ("tp_sizes", 2),
+        ("page_sizes", 64),
+        ("page_sizes", "64"),
+    ),
+)
+def test_one_in_the_place_of_several_is_named(name, value):
+    arguments = {"architectures": ["sm_90a"], name: value}
+    with pytest.raises(TypeError, match=rf"^{name}(\[0\])?: got "):
+        plan_warmup(read_model(CONFIGS / "llama-3-70b.json"), kv_cache_dtype="fp8", **arguments)
+
+
+@pytest.mark.parametrize("value", ("8", 1.5, True, 0))
+def test_max_query_tokens_is_a_positive_int(value):
+    with pytest.raises(ValueError, match="^max_query_tokens: got .*; accepted: an int > 0"):
+        plan("llama-3-70b", max_query_tokens=value)
+
+
+@pytest.mark.parametrize("name", ("index_n_heads", "index_head_dim"))
+@pytest.mark.parametrize("value", (0, "64", 1.5, True))
+def test_an_indexers_sizes_are_positive_ints(name, value):
+    model = read_model(CONFIGS / "deepseek-v4-defaults.json")
+    with pytest.raises(ValueError, match=f"^{name}: got {value!r}; accepted: an int > 0"):
+        plan_warmup({**model, name: value}, ["sm_90a"], "fp8")
+
+
 def test_the_indexer_and_unknown_layers_of_deepseek_v4_are_named():
     found = plan("deepseek-v4-defaults", tp_sizes=(1, 8))
     assert not decode_units(found)
@@ -236,10 +276,17 @@ def test_the_indexer_and_unknown_layers_of_deepseek_v4_are_named():
 
 def test_an_indexer_that_no_kernel_is_for_is_named():
     model = read_model(CONFIGS / "deepseek-v4-defaults.json")
-    for change in ({"index_head_dim": 100}, {"dtype": "float16"}):
+    for change, why in (
+        (
+            {"index_head_dim": 100},
+            "its kernels take head sizes 32 to 512, multiples of 32, not 100",
+        ),
+        ({"dtype": "float16"}, "its kernels take bf16, not fp16"),
+        ({"index_n_heads": 70000}, "its kernels take up to 65535 heads, not 70000"),
+    ):
         found = plan_warmup({**model, **change}, ["sm_90a"], "fp8")
-        (line,) = [line for line in found.unserved if line.startswith("indexer (64 heads of")]
-        assert "no kernel here is compiled for it" in line
+        (line,) = [line for line in found.unserved if line.startswith("indexer (")]
+        assert line.endswith(why)
 
 
 @pytest.mark.parametrize("model_type", ("minimax_m3_vl_text", "deepseek_v32", "glm_moe_dsa"))

@@ -51,6 +51,10 @@ def overlapping(cache: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"key_cache": cache[1:], "value_cache": cache[:-1]}
 
 
+def padded_rows() -> torch.Tensor:
+    return zeros(4, 8, 2, 40)[..., :36]
+
+
 EXPANDED = zeros(1, 8, 2, 36).expand(4, 8, 2, 36)
 
 
@@ -126,6 +130,14 @@ def test_the_valid_call_is_valid():
         (r"v_scale: got 1e\+300, inf as float32", {"v_scale": 1e300}),
         (r"v_scale: got shape \(3,\)", {"v_scale": torch.ones(3)}),
         (r"k_scale: got shape \(3, 2\)", {"k_scale": torch.ones(3, 2)}),
+        (r"v_scale: got shape \(1, 1\); accepted: \(\), \(1,\)", {"v_scale": torch.ones(1, 1)}),
+        (r"k_scale: got an int too large", {"k_scale": 10**400}),
+        (
+            r"key: got meta; accepted: a tensor that has memory",
+            both("x", ones(3, 2, 64).to("meta")),
+        ),
+        (r"^key_cache: got strides .*dense NHD or HND", {"key_cache": padded_rows()}),
+        (r"^value_cache: got strides .*dense NHD or HND", {"value_cache": padded_rows()}),
         (r"k_scale: got dtype torch.float64", {"k_scale": torch.ones(1).double()}),
         (r"k_scale: got None", {"k_scale": None}),
         (r"key_cache and value_cache: got the same memory", both("cache", zeros(4, 8, 2, 36))),
@@ -145,6 +157,37 @@ def test_what_is_stored_must_not_be_memory_of_the_cache(name, side):
     x = cache.view(-1)[: 3 * 2 * 64 * 2].view(torch.bfloat16).view(3, 2, 64)
     with pytest.raises(ValueError, match=f"{name}: got memory of the cache; accepted: memory"):
         call(**{name: x, side: cache})
+
+
+def test_numbers_of_the_call_must_not_be_memory_of_the_cache():
+    cache = zeros(4, 8, 2, 36)
+    for name, x in (
+        ("slot_mapping", cache.view(-1)[:24].view(torch.int64)),
+        ("k_scale", cache.view(-1)[8:12].view(torch.float32)),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: got memory of the cache"):
+            call(**{"value_cache": cache, name: x})
+
+
+def test_caches_behind_each_other_are_apart():
+    """Of different strides between blocks, in one allocation; what is stored may lie between."""
+    side = 8 * 2 * 36
+    memory = zeros(4 * side + 4 * (side + 64))
+    dense = memory[: 4 * side].view(4, 8, 2, 36)
+    padded = memory[4 * side :].view(4, side + 64)[:, :side].unflatten(1, (8, 2, 36))
+    gap = memory[4 * side + side :][:24].view(torch.int64)
+    gap.copy_(torch.arange(3))
+    call(key_cache=dense, value_cache=padded, slot_mapping=gap)
+    assert dense.any() and padded.any()
+
+
+def test_heads_of_keys_inside_rows_of_values_are_the_same_memory():
+    """Both layouts are dense in their own order; only some of their elements are the same bytes."""
+    memory = zeros(5000)
+    k = memory.as_strided((2, 2, 2, 16), (256, 16, 32, 1), 1500)
+    v = memory.as_strided((2, 2, 2, 16), (256, 64, 32, 1), 1404)
+    with pytest.raises(ValueError, match="key_cache and value_cache: got the same memory"):
+        call(**both("x", ones(3, 2, 16)), key_cache=k, value_cache=v, kv_cache_dtype="fp8")
 
 
 def test_split_refuses_blocks_that_are_not_dense():
