@@ -84,6 +84,27 @@ class WidenedLaunch(KernelLaunch):
 
 
 @dataclass(frozen=True)
+class CopyingLaunch(KernelLaunch):
+    """Of the kernel that makes and reads fp16 copies of K and V.
+
+    copy_bytes: of each of K and V; counters: of its blocks; capacity: tokens a sequence has room
+    for; copies: sequences.
+    """
+
+    copy_bytes: int
+    counters: int
+    capacity: int
+    copies: int
+
+    def _go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
+        stream = current_stream(self.device.index)
+        k = workspace_for(self.device, stream, 2 * self.copy_bytes // 4).data_ptr()
+        counters = counters_for(self.device, stream, self.counters).data_ptr()
+        target = (k, k + self.copy_bytes, counters, self.capacity, self.copies)
+        self.function(cu_q, operands, *self.arguments, target)
+
+
+@dataclass(frozen=True)
 class Launches:
     """Several for one call, in order."""
 

@@ -5,7 +5,7 @@ Import-light: no DSL here, because planners, tests and the registry read these f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.attention.decode_sm90.config import (
     BOX_TOKENS,
@@ -23,6 +23,10 @@ CONSUMER_THREADS = 2 * WARPGROUP_THREADS
 THREADS = 3 * WARPGROUP_THREADS
 # 65536 registers over 384 threads, in steps of 8: what a thread has before setmaxnreg.
 LAUNCH_REGISTERS = 168
+PRODUCER_WARPS = 4
+# Tokens of a block of fp16 copies, and words in front of the blocks' counters (copying.py).
+COPY_BLOCK = widen_sm90.BLOCK_TOKENS
+COPY_HEADER = 64
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class PrefillConfig:
     overlap: of FP8, leave a tile's last scores in flight while the values before it are started.
     consumer_registers: registers of a consumer thread (setmaxnreg).
     tile_tokens: keys of a tile.
+    copies_from: of fp16, the format of the cache that the kernel itself copies; "" for none.
     """
 
     kv_format: str
@@ -55,12 +60,14 @@ class PrefillConfig:
     overlap: bool
     consumer_registers: int
     tile_tokens: int = TILE_TOKENS
+    copies_from: str = ""
 
     @property
     def name(self) -> str:
+        suffix = f"_from_{self.copies_from}" if self.copies_from else ""
         return (
             f"prefill_sm90_{self.kv_format}_d{self.head_size}_r{self.rows}_{self.q_dtype}"
-            f"_box{self.box_tokens}"
+            f"_box{self.box_tokens}{suffix}"
         )
 
     @property
@@ -197,6 +204,19 @@ def widened_config(head_size: int, q_dtype: str) -> PrefillConfig:
     return make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
 
 
+def copying_config(head_size: int, q_dtype: str) -> PrefillConfig:
+    """The variant that makes and reads fp16 copies of an FP8 cache."""
+    config = make_config(head_size, q_dtype, COPY_BLOCK, "fp16")
+    return replace(config, copies_from="fp8_e4m3", consumer_registers=232)
+
+
+def copy_counters(copies: int, kv_heads: int, capacity: int) -> int:
+    """int32 counters of the copies of so many sequences. A power of two, so that a stream has few
+    slices of different sizes."""
+    needed = COPY_HEADER + copies * kv_heads * (capacity // COPY_BLOCK)
+    return 1 << (needed - 1).bit_length()
+
+
 def support_table() -> list[PrefillConfig]:
     """Every variant that the public function can ask for."""
     direct = [
@@ -207,4 +227,10 @@ def support_table() -> list[PrefillConfig]:
         for box in BOX_TOKENS
     ]
     widened = {each.head_size: each for each in widen_sm90.support_table()}
-    return direct + [widened_config(head_size, "bf16") for head_size in widened]
+    copying = [
+        copying_config(each.head_size, q_dtype)
+        for each in widen_sm90.support_table()
+        for q_dtype in Q_DTYPES
+        if each.kv_format == "fp8_e4m3"
+    ]
+    return direct + [widened_config(head_size, "bf16") for head_size in widened] + copying

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.arch import device_arch, on_device
 from cute_kernels.attention.arguments import AttentionProblem
-from cute_kernels.attention.common.launches import KernelLaunch, WidenedLaunch, packed
+from cute_kernels.attention.common.launches import CopyingLaunch, KernelLaunch, WidenedLaunch, packed
 from cute_kernels.attention.common.operands import (
     cache_obstacle,
     operand_sizes,
@@ -23,6 +23,8 @@ from cute_kernels.attention.decode_sm90.config import box_tokens_for_page
 from cute_kernels.attention.prefill_sm90.config import (
     HALF_TOKENS,
     PrefillConfig,
+    copy_counters,
+    copying_config,
     head_sizes,
     make_config,
     rows_of,
@@ -69,13 +71,14 @@ def _read_format(problem: AttentionProblem) -> str:
     return "fp16" if problem.kv_format == "nvfp4" else problem.kv_format
 
 
-def item_bound(problem: AttentionProblem) -> int:
-    """Upper bound of the work items (chunks of rows x KV heads) of a batch."""
+def item_bound(problem: AttentionProblem, read_format: str = "") -> int:
+    """Upper bound of the work items (chunks of rows x KV heads) of a batch. read_format: what the
+    kernel reads, if it is not what the cache makes it read."""
     total_q, heads, head_size = problem.q.shape
     kv_heads = problem.k.shape[-2]
     batch = problem.cu_seqlens_q.shape[0] - 1
     rows = total_q * (heads // kv_heads)
-    return min(rows, rows // rows_of(head_size, _read_format(problem)) + batch) * kv_heads
+    return min(rows, rows // rows_of(head_size, read_format or _read_format(problem)) + batch) * kv_heads
 
 
 def run(
@@ -98,6 +101,8 @@ def run(
     """
 
     def plan(*operands: torch.Tensor) -> KernelLaunch:
+        if capacity and problem.kv_format == "fp8_e4m3":
+            return _plan_copying(problem, *operands, skip_rows, capacity)
         if capacity:
             return _plan_widened(problem, *operands, skip_rows, capacity)
         return _plan(problem, *operands, skip_rows)
@@ -117,6 +122,34 @@ def _plan(problem: AttentionProblem, q, k, v, out, skip_rows: int) -> KernelLaun
         (*score_scalars(problem), skip_rows, ctas),
     )
     return KernelLaunch(function, q.device, arguments)
+
+
+def _plan_copying(
+    problem: AttentionProblem, q, k, v, out, skip_rows: int, capacity: int
+) -> CopyingLaunch:
+    """One kernel makes fp16 copies of k and v and reads them."""
+    batch = problem.cu_seqlens_q.shape[0] - 1
+    kv_heads, head_size = k.shape[-2], q.shape[2]
+    rows = q.shape[0] * (q.shape[1] // kv_heads)
+    copies = most_copies(batch, rows, skip_rows)
+    arch = device_arch(q.device.index)
+    config = copying_config(head_size, _FORMAT_NAMES[q.dtype])
+    function = on_device(q.device, compiled, config, arch.target)
+    ctas = min(item_bound(problem, "fp16"), arch.sm_count)
+    arguments = packed(
+        operand_strides(problem, q, k, v, out),
+        operand_sizes(problem, k),
+        (*score_scalars(problem), skip_rows, ctas),
+    )
+    return CopyingLaunch(
+        function,
+        q.device,
+        arguments,
+        2 * kv_heads * copies * capacity * head_size,
+        copy_counters(copies, kv_heads, capacity),
+        capacity,
+        copies,
+    )
 
 
 def _plan_widened(
