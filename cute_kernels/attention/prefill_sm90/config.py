@@ -204,10 +204,10 @@ def widened_config(head_size: int, q_dtype: str) -> PrefillConfig:
     return make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
 
 
-def copying_config(head_size: int, q_dtype: str) -> PrefillConfig:
-    """The variant that makes and reads fp16 copies of an FP8 cache."""
+def copying_config(head_size: int, q_dtype: str, kv_format: str) -> PrefillConfig:
+    """The variant that makes and reads fp16 copies of an FP8 or nvfp4 cache."""
     config = make_config(head_size, q_dtype, COPY_BLOCK, "fp16")
-    return replace(config, copies_from="fp8_e4m3", consumer_registers=232)
+    return replace(config, copies_from=kv_format, consumer_registers=232)
 
 
 def copy_counters(copies: int, kv_heads: int, capacity: int) -> int:
@@ -228,9 +228,8 @@ def support_table() -> list[PrefillConfig]:
     ]
     widened = {each.head_size: each for each in widen_sm90.support_table()}
     copying = [
-        copying_config(each.head_size, q_dtype)
+        copying_config(each.head_size, q_dtype, each.kv_format)
         for each in widen_sm90.support_table()
         for q_dtype in Q_DTYPES
-        if each.kv_format == "fp8_e4m3"
     ]
     return direct + [widened_config(head_size, "bf16") for head_size in widened] + copying

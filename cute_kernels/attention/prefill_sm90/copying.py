@@ -48,7 +48,7 @@ _TICKETS, _LEFT = 0, 4
 
 
 class Plane(NamedTuple):
-    """K or V of the cache: address, strides in bytes."""
+    """Codes or block scales of K or V: address, strides in bytes."""
 
     base: Int64
     page: Int64
@@ -68,8 +68,10 @@ class Target(NamedTuple):
 
 
 class Copying(NamedTuple):
-    k: Plane
-    v: Plane
+    """The cache's planes (codes, block scales if it has any), and where the copies go."""
+
+    k: tuple[Plane, ...]
+    v: tuple[Plane, ...]
     target: Target
 
 
@@ -214,36 +216,49 @@ class Copier:
             index = token // source.page_size
             in_page = token - index * source.page_size
             page = source.mTable[b, cutlass.min(index, source.table_width - 1)]
-        base, by_page, by_token, by_head = self.copying.k
+        rows = []
+        for k, v in zip(self.copying.k, self.copying.v, strict=True):
+            base, by_page, by_token, by_head = k
+            if unit & 2 != 0:
+                base, by_page, by_token, by_head = v
+            rows.append(base + page * by_page + in_page * by_token + head * by_head)
         to = target.k
         if unit & 2 != 0:
-            base, by_page, by_token, by_head = self.copying.v
             to = target.v
-        row = base + page * by_page + in_page * by_token + head * by_head
-        line = copy * shape.kv_heads + head
         first = Int64(head * target.copies + copy) * target.capacity + begin
-        self._convert(row, to + first * (2 * self.config.head_size))
+        self._convert(tuple(rows), to + first * (2 * self.config.head_size))
         cute.arch.fence_proxy("async.global")
         cute.arch.sync_warp()
         if lane == 0:
+            line = copy * shape.kv_heads + head
             counter = line * (target.capacity // COPY_BLOCK) + block
             dsl.red_add_release_gpu(target.counters + 4 * (COPY_HEADER + counter), Int32(1))
 
     @cute.jit
-    def _convert(self, row: Int64, to: Int64):
-        """Rows, whose addresses the lanes have, to where they lie end to end."""
+    def _convert(self, rows: tuple[Int64, ...], to: Int64):
+        """A unit's rows, whose addresses in each plane the lanes have, to where they lie end to
+        end."""
         lane = cute.arch.lane_idx()
-        vectors = self.vectors
-        rows_a_load = 32 // vectors
-        column = lane % vectors
-        for begin in cutlass.range(0, _UNIT // rows_a_load, _BATCH, unroll=1):
+        for begin in cutlass.range(0, _UNIT * self.vectors // 32, _BATCH, unroll=1):
             loaded = []
             for i in cutlass.range_constexpr(_BATCH):
-                at = dsl_store.shuffle_b64(row, (begin + i) * rows_a_load + lane // vectors)
-                loaded.append(self.rows.load((at,), column))
+                row, vector = self._place(begin, i)
+                at = tuple(dsl_store.shuffle_b64(plane, row) for plane in rows)
+                loaded.append(self.rows.load(at, vector))
             for i in cutlass.range_constexpr(_BATCH):
                 place = to + ((begin + i) * 32 + lane) * 16
                 dsl_store.st_global_b32x4(place, *self.rows.convert(loaded[i]))
+
+    def _place(self, begin: Int32, i: int) -> tuple[Int32, Int32]:
+        """Row and vector of it that a lane takes with load ``begin + i``; begin: a multiple of
+        _BATCH."""
+        lane = cute.arch.lane_idx()
+        if self.vectors <= 32:
+            rows_a_load = 32 // self.vectors
+            row = (begin + i) * rows_a_load + lane // self.vectors
+            return row, lane % self.vectors
+        loads_a_row = self.vectors // 32
+        return begin // loads_a_row + i // loads_a_row, i % loads_a_row * 32 + lane
 
 
 class CopyReader(PrefillProducer):

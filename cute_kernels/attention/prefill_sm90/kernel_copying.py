@@ -3,13 +3,16 @@ warps make the copies that it reads (copying.py). One launch."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8
+from cutlass import Int32, Int64, Uint8, const_expr
 
 from cute_kernels.attention.common import launch
-from cute_kernels.attention.common.launch import Sizes, Strides
+from cute_kernels.attention.common.launch import ScaledStrides, Sizes, Strides
 from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource
+from cute_kernels.attention.prefill_sm90.config import PrefillConfig
 from cute_kernels.attention.prefill_sm90.copying import (
     Copier,
     Copying,
@@ -22,6 +25,24 @@ from cute_kernels.attention.prefill_sm90.copying import (
 from cute_kernels.attention.prefill_sm90.kernel import Addresses, Scalars
 from cute_kernels.attention.prefill_sm90.kernel_16_bits import PrefillSm90For16Bits
 from cute_kernels.attention.prefill_sm90.schedule import Item, Shape
+from cute_kernels.attention.widen_sm90.formats import ROWS
+
+# Of a cache with block scales.
+ScaledAddresses = NamedTuple(
+    "ScaledAddresses",
+    [
+        *((name, cute.Pointer) for name in Addresses._fields),
+        ("k_scale", cute.Pointer),
+        ("v_scale", cute.Pointer),
+    ],
+)
+
+
+def operand_types(config: PrefillConfig):
+    """(addresses, strides) that a variant takes."""
+    if ROWS[config.copies_from].planes == 2:
+        return ScaledAddresses, ScaledStrides
+    return Addresses, Strides
 
 
 class PrefillSm90Copying(PrefillSm90For16Bits):
@@ -29,8 +50,8 @@ class PrefillSm90Copying(PrefillSm90For16Bits):
     def __call__(
         self,
         mCuQ: cute.Tensor,
-        at: Addresses,
-        strides: Strides,
+        at: Addresses | ScaledAddresses,
+        strides: Strides | ScaledStrides,
         sizes: Sizes,
         scalars: Scalars,
         target: Target,
@@ -47,11 +68,13 @@ class PrefillSm90Copying(PrefillSm90For16Bits):
         )  # fmt: skip
         one_page = sizes._replace(pages=Int32(1), page_size=tokens)
         operands = launch.cache_operands(at_copies, copies, one_page, self.layout, row)
-        copying = Copying(
-            Plane(at.k.toint(), strides.k_page, strides.k_token, strides.k_head),
-            Plane(at.v.toint(), strides.v_page, strides.v_token, strides.v_head),
-            target,
-        )
+        k = [Plane(at.k.toint(), strides.k_page, strides.k_token, strides.k_head)]
+        v = [Plane(at.v.toint(), strides.v_page, strides.v_token, strides.v_head)]
+        if const_expr(ROWS[config.copies_from].planes == 2):
+            scales = launch.block_scales(at, strides)
+            for planes, scale in zip((k, v), scales, strict=True):
+                planes.append(Plane(scale.base, scale.page, Int64(scale.token), scale.head))
+        copying = Copying(tuple(k), tuple(v), target)
         self._launch(
             mCuQ, at, strides, sizes, scalars, stream, operands, target.capacity, copying
         )

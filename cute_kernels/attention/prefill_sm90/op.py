@@ -101,10 +101,8 @@ def run(
     """
 
     def plan(*operands: torch.Tensor) -> KernelLaunch:
-        if capacity and problem.kv_format == "fp8_e4m3":
-            return _plan_copying(problem, *operands, skip_rows, capacity)
         if capacity:
-            return _plan_widened(problem, *operands, skip_rows, capacity)
+            return _plan_copying(problem, *operands, skip_rows, capacity)
         return _plan(problem, *operands, skip_rows)
 
     return run_planned(problem, out, lse, HALF_TOKENS, plan)
@@ -133,7 +131,7 @@ def _plan_copying(
     rows = q.shape[0] * (q.shape[1] // kv_heads)
     copies = most_copies(batch, rows, skip_rows)
     arch = device_arch(q.device.index)
-    config = copying_config(head_size, _FORMAT_NAMES[q.dtype])
+    config = copying_config(head_size, _FORMAT_NAMES[q.dtype], problem.kv_format)
     function = on_device(q.device, compiled, config, arch.target)
     ctas = min(item_bound(problem, "fp16"), arch.sm_count)
     arguments = packed(
