@@ -12,7 +12,6 @@ from cute_kernels.attention.prefill_sm90.config import (
     smem_bytes,
     support_table,
 )
-from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from tests.compile.cubin import count
 from tests.compile.prefill_variants import Report
 
@@ -26,7 +25,7 @@ MAX_STACK_BYTES_16_BITS = 32
 MAX_STACK_BYTES_16_BITS_D512 = 160
 
 
-def compiled(report: Report, config: PrefillConfig | widen_sm90.WidenConfig) -> Report:
+def compiled(report: Report, config: PrefillConfig) -> Report:
     variant = report[config.name]
     assert not variant["error"], variant["error"]
     return variant
@@ -69,7 +68,8 @@ def test_instructions(prefill_report, config):
     else:
         assert count(opcodes, "UTMALDG") == 2 * boxes * (config.head_bytes // 128)
         assert (shared, registers) == (scores, values), "P stays in registers"
-    assert (count(opcodes, "F2FP.F16.E4M3.UNPACK_B") > 0) == config.converts
+    converts = config.converts or config.reads_copies
+    assert (count(opcodes, "F2FP.F16.E4M3.UNPACK_B") > 0) == converts
 
 
 @over_all
@@ -83,19 +83,22 @@ def test_setmaxnreg_and_wgmma_are_as_written(prefill_report, config):
         assert complaint not in variant["remarks"]
 
 
-@pytest.mark.parametrize("config", widen_sm90.support_table(), ids=lambda config: config.name)
-def test_widening_keys(prefill_report, config):
-    variant = compiled(prefill_report, config)
-    assert variant["threads"] == widen_sm90.THREADS and variant["stack_bytes"] == 0
-    # Eight loads in flight; 16 CTAs of 128 threads an SM.
-    assert variant["registers"] <= 64
-    opcodes = variant["opcodes"]
-    vectors = 2 * widen_sm90.BLOCK_TOKENS * config.vectors // widen_sm90.THREADS
-    assert count(opcodes, "STG.E.128") == vectors
-    if config.kv_format == "nvfp4":
+WIDENED = [config for config in TABLE if config.reads_copies]
+
+
+@pytest.mark.parametrize("config", WIDENED, ids=lambda config: config.name)
+def test_copies(prefill_report, config):
+    """Eight vectors of 8 elements in flight, converted to 16 bytes each."""
+    opcodes = compiled(prefill_report, config)["opcodes"]
+    assert count(opcodes, "STG.E.128") == 8
+    # of the counters: drawing a unit at first and later, leaving of the producer and of the others
+    assert count(opcodes, "ATOMG") == 4
+    # fences of the copies, of what the producer found; both go for the async proxy
+    assert count(opcodes, "FENCE.VIEW.ASYNC.G") == 2
+    if config.copies_from == "nvfp4":
         # a word of codes and a block scale
-        assert count(opcodes, "LDG.E.U8") == vectors
-        assert count(opcodes, "F2FP.F16.E4M3.UNPACK_B") == 5 * vectors
+        assert count(opcodes, "LDG.E.U8") == 8
+        assert count(opcodes, "F2FP.F16.E4M3.UNPACK_B") == 5 * 8
     else:
-        assert count(opcodes, "LDG.E.64") == vectors
-        assert count(opcodes, "F2FP.F16.E4M3.UNPACK_B") == 4 * vectors
+        assert count(opcodes, "LDG.E.64") == 8
+        assert count(opcodes, "F2FP.F16.E4M3.UNPACK_B") == 4 * 8

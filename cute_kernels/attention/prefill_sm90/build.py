@@ -8,9 +8,9 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_kernels.attention.decode_sm90.build import addresses, query_offsets, zeros
 from cute_kernels.attention.prefill_sm90 import kernel as definition
 from cute_kernels.attention.prefill_sm90.config import PrefillConfig
-from cute_kernels.attention.prefill_sm90.copying import Target
 from cute_kernels.attention.prefill_sm90.kernel_16_bits import PrefillSm90For16Bits
 from cute_kernels.attention.prefill_sm90.kernel_copying import PrefillSm90Copying, operand_types
+from cute_kernels.attention.widen_sm90.copier import Target
 
 
 def compile_prefill(config: PrefillConfig, options: str):

@@ -23,10 +23,7 @@ CONSUMER_THREADS = 2 * WARPGROUP_THREADS
 THREADS = 3 * WARPGROUP_THREADS
 # 65536 registers over 384 threads, in steps of 8: what a thread has before setmaxnreg.
 LAUNCH_REGISTERS = 168
-PRODUCER_WARPS = 4
-# Tokens of a block of fp16 copies, and words in front of the blocks' counters (copying.py).
-COPY_BLOCK = widen_sm90.BLOCK_TOKENS
-COPY_HEADER = 64
+PRODUCER_WARPS = THREADS // 32 - CONSUMER_WARPS
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,8 @@ class PrefillConfig:
     overlap: of FP8, leave a tile's last scores in flight while the values before it are started.
     consumer_registers: registers of a consumer thread (setmaxnreg).
     tile_tokens: keys of a tile.
-    copies_from: of fp16, the format of the cache that the kernel itself copies; "" for none.
+    copies_from: of fp16, the format of the cache of which K and V are copies that the kernel makes
+        (widen_sm90); "" where they are the cache's own.
     """
 
     kv_format: str
@@ -77,8 +75,8 @@ class PrefillConfig:
 
     @property
     def reads_copies(self) -> bool:
-        """Whether K and V are fp16 copies of an FP8 or nvfp4 cache (widen_sm90)."""
-        return not self.converts and self.kv_format != self.q_dtype
+        """Whether K and V are fp16 copies of an FP8 or nvfp4 cache."""
+        return self.copies_from != ""
 
     @property
     def converts(self) -> bool:
@@ -199,22 +197,11 @@ def make_config(
     )  # fmt: skip
 
 
-def widened_config(head_size: int, q_dtype: str) -> PrefillConfig:
-    """The variant that reads fp16 copies of an FP8 or nvfp4 cache."""
-    return make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
-
-
-def copying_config(head_size: int, q_dtype: str, kv_format: str) -> PrefillConfig:
-    """The variant that makes and reads fp16 copies of an FP8 or nvfp4 cache."""
-    config = make_config(head_size, q_dtype, COPY_BLOCK, "fp16")
+def widened_config(head_size: int, q_dtype: str, kv_format: str) -> PrefillConfig:
+    """The variant that makes and reads fp16 copies of an FP8 or nvfp4 cache. The warps that make
+    them need more registers than a producer, which at head sizes up to 256 costs no spills."""
+    config = make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
     return replace(config, copies_from=kv_format, consumer_registers=232)
-
-
-def copy_counters(copies: int, kv_heads: int, capacity: int) -> int:
-    """int32 counters of the copies of so many sequences. A power of two, so that a stream has few
-    slices of different sizes."""
-    needed = COPY_HEADER + copies * kv_heads * (capacity // COPY_BLOCK)
-    return 1 << (needed - 1).bit_length()
 
 
 def support_table() -> list[PrefillConfig]:
@@ -226,10 +213,9 @@ def support_table() -> list[PrefillConfig]:
         for head_size in head_sizes(kv_format)
         for box in BOX_TOKENS
     ]
-    widened = {each.head_size: each for each in widen_sm90.support_table()}
-    copying = [
-        copying_config(each.head_size, q_dtype, each.kv_format)
-        for each in widen_sm90.support_table()
+    widened = [
+        widened_config(head_size, q_dtype, kv_format)
+        for head_size, kv_format in widen_sm90.variants()
         for q_dtype in Q_DTYPES
     ]
-    return direct + [widened_config(head_size, "bf16") for head_size in widened] + copying
+    return direct + widened

@@ -108,9 +108,7 @@ class PrefillSm90:
         scalars: Scalars,
         stream,
     ):
-        operands = launch.cache_operands(
-            at, strides, sizes, self.layout, self.config.head_bytes
-        )
+        operands = launch.cache_operands(at, strides, sizes, self.layout, self.config.head_bytes)
         self._launch(mCuQ, at, strides, sizes, scalars, stream, operands)
 
     def _launch(

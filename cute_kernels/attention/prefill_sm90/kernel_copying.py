@@ -1,5 +1,5 @@
-"""SM90 prefill attention over an FP8 cache by way of fp16 copies: the 16-bit kernel, whose spare
-warps make the copies that it reads (copying.py). One launch."""
+"""SM90 prefill attention over an FP8 or NVFP4 cache by way of fp16 copies: the 16-bit kernel, whose
+producer's neighbours make the copies that it reads (widen_sm90/copier.py). One launch."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
 
+from cute_kernels import dsl
 from cute_kernels.attention.common import launch
 from cute_kernels.attention.common.launch import ScaledStrides, Sizes, Strides
 from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource
-from cute_kernels.attention.prefill_sm90.config import PrefillConfig
-from cute_kernels.attention.prefill_sm90.copying import (
+from cute_kernels.attention.prefill_sm90.config import PRODUCER_WARPS, PrefillConfig
+from cute_kernels.attention.prefill_sm90.kernel import Addresses, Scalars
+from cute_kernels.attention.prefill_sm90.kernel_16_bits import PrefillSm90For16Bits
+from cute_kernels.attention.prefill_sm90.producer import PrefillProducer
+from cute_kernels.attention.prefill_sm90.schedule import Item, Shape
+from cute_kernels.attention.widen_sm90.config import BLOCK_TOKENS, UNITS_PER_BLOCK
+from cute_kernels.attention.widen_sm90.copier import (
     Copier,
     Copying,
-    CopyReader,
     Plane,
     Target,
     copied_before,
+    counter_of,
     leave,
 )
-from cute_kernels.attention.prefill_sm90.kernel import Addresses, Scalars
-from cute_kernels.attention.prefill_sm90.kernel_16_bits import PrefillSm90For16Bits
-from cute_kernels.attention.prefill_sm90.schedule import Item, Shape
 from cute_kernels.attention.widen_sm90.formats import ROWS
 
 # Of a cache with block scales.
@@ -45,6 +48,47 @@ def operand_types(config: PrefillConfig):
     return Addresses, Strides
 
 
+class CopyReader(PrefillProducer):
+    """The producer of an item whose keys are being copied; ``copy``: its sequence's number."""
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        lengths: Lengths,
+        source: PagedSource,
+        item: Item,
+        target: Target,
+        kv_heads: Int32,
+        copy: Int32,
+    ):
+        super().__init__(config, lengths, source, item)
+        self.first_token = copy * target.capacity
+        self.counters = counter_of(target, kv_heads, copy, item.head, Int32(0))
+
+    @cute.jit
+    def boxes_at(self, first_box: Int32):
+        box = first_box + cute.arch.lane_idx()
+        return Int32(0), self.item.start + box * BLOCK_TOKENS + self.first_token
+
+    @cute.jit
+    def await_tile(self, t: Int32, written: Int32) -> Int32:
+        """Blocks that hold no key are not copied, so not waited for."""
+        item, boxes = self.item, self.config.tile_tokens // BLOCK_TOKENS
+        first = (t * boxes) & 31
+        wanted = Int32((1 << boxes) - 1) << first
+        if first == 0:
+            written = Int32(0)
+        while (written & wanted) != wanted:
+            block = item.start // BLOCK_TOKENS + (t * boxes - first) + cute.arch.lane_idx()
+            units = Int32(UNITS_PER_BLOCK)
+            if block * BLOCK_TOKENS < item.used:
+                units = dsl.ld_acquire_gpu_b32(self.counters + 4 * block)
+            written = Int32(cute.arch.vote_ballot_sync(units == UNITS_PER_BLOCK))
+            cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
+        return written
+
+
 class PrefillSm90Copying(PrefillSm90For16Bits):
     @cute.jit
     def __call__(
@@ -58,39 +102,41 @@ class PrefillSm90Copying(PrefillSm90For16Bits):
         stream,
     ):
         config = self.config
-        row = Int64(config.head_bytes)
-        tokens = target.copies * target.capacity
-        to_head = row * tokens
-        at_copies = at._replace(k=_pointer(target.k), v=_pointer(target.v))
-        copies = strides._replace(
-            k_page=Int64(16), k_token=row, k_head=to_head,
-            v_page=Int64(16), v_token=row, v_head=to_head,
-        )  # fmt: skip
-        one_page = sizes._replace(pages=Int32(1), page_size=tokens)
-        operands = launch.cache_operands(at_copies, copies, one_page, self.layout, row)
         k = [Plane(at.k.toint(), strides.k_page, strides.k_token, strides.k_head)]
         v = [Plane(at.v.toint(), strides.v_page, strides.v_token, strides.v_head)]
         if const_expr(ROWS[config.copies_from].planes == 2):
             scales = launch.block_scales(at, strides)
             for planes, scale in zip((k, v), scales, strict=True):
                 planes.append(Plane(scale.base, scale.page, Int64(scale.token), scale.head))
-        copying = Copying(tuple(k), tuple(v), target)
-        self._launch(
-            mCuQ, at, strides, sizes, scalars, stream, operands, target.capacity, copying
+        tokens, row = target.copies * target.capacity, Int64(config.head_bytes)
+        copies = strides._replace(
+            k_page=Int64(16), k_token=row, k_head=row * tokens,
+            v_page=Int64(16), v_token=row, v_head=row * tokens,
+        )  # fmt: skip
+        operands = launch.cache_operands(
+            at._replace(k=_pointer(target.k), v=_pointer(target.v)),
+            copies,
+            sizes._replace(pages=Int32(1), page_size=tokens),
+            self.layout,
+            config.head_bytes,
         )
+        copying = Copying(tuple(k), tuple(v), target)
+        self._launch(mCuQ, at, strides, sizes, scalars, stream, operands, target.capacity, copying)
 
     def _make_producer(
         self, lengths: Lengths, shape: Shape, source: PagedSource, item: Item, copying: Copying
     ):
         copy = copied_before(lengths, shape, item.b)
-        return CopyReader(self.config, lengths, source, item, copying, shape.kv_heads, copy)
-
-    def _leave(self, shape: Shape, copying: Copying):
-        leave(copying.target, shape.kv_heads)
+        target = copying.target
+        return CopyReader(self.config, lengths, source, item, target, shape.kv_heads, copy)
 
     def _spare(self, lengths: Lengths, shape: Shape, source: PagedSource, copying: Copying):
-        Copier(self.config, lengths, shape, source, copying).run()
+        config = self.config
+        Copier(config.copies_from, config.head_size, lengths, shape, source, copying).run()
         self._leave(shape, copying)
+
+    def _leave(self, shape: Shape, copying: Copying):
+        leave(copying.target, shape.kv_heads, PRODUCER_WARPS)
 
 
 def _pointer(address: Int64) -> cute.Pointer:
