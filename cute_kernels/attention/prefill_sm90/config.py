@@ -79,6 +79,11 @@ class PrefillConfig:
         return self.copies_from != ""
 
     @property
+    def copy_loads(self) -> int:
+        """Loads (two registers each) that a lane of the copying warps has in flight."""
+        return 16 if self.producer_registers >= 56 else 8
+
+    @property
     def converts(self) -> bool:
         """Whether K and V are converted (to fp16) on their way to the MMA."""
         return self.kv_format == "fp8_e4m3"
@@ -199,9 +204,10 @@ def make_config(
 
 def widened_config(head_size: int, q_dtype: str, kv_format: str) -> PrefillConfig:
     """The variant that makes and reads fp16 copies of an FP8 or nvfp4 cache. The warps that make
-    them need more registers than a producer, which at head sizes up to 256 costs no spills."""
+    them need more registers than a producer."""
     config = make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
-    return replace(config, copies_from=kv_format, consumer_registers=232)
+    registers = 232 if head_size == 512 else 224
+    return replace(config, copies_from=kv_format, consumer_registers=registers)
 
 
 def support_table() -> list[PrefillConfig]:

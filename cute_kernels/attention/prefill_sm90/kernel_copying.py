@@ -18,7 +18,7 @@ from cute_kernels.attention.prefill_sm90.kernel import Addresses, Scalars
 from cute_kernels.attention.prefill_sm90.kernel_16_bits import PrefillSm90For16Bits
 from cute_kernels.attention.prefill_sm90.producer import PrefillProducer
 from cute_kernels.attention.prefill_sm90.schedule import Item, Shape
-from cute_kernels.attention.widen_sm90.config import BLOCK_TOKENS, UNITS_PER_BLOCK
+from cute_kernels.attention.widen_sm90.config import BLOCK_TOKENS, units_per_block
 from cute_kernels.attention.widen_sm90.copier import (
     Copier,
     Copying,
@@ -74,16 +74,17 @@ class CopyReader(PrefillProducer):
     def await_tile(self, t: Int32, written: Int32) -> Int32:
         """Blocks that hold no key are not copied, so not waited for."""
         item, boxes = self.item, self.config.tile_tokens // BLOCK_TOKENS
+        all_units = units_per_block(self.config.head_size)
         first = (t * boxes) & 31
         wanted = Int32((1 << boxes) - 1) << first
         if first == 0:
             written = Int32(0)
         while (written & wanted) != wanted:
             block = item.start // BLOCK_TOKENS + (t * boxes - first) + cute.arch.lane_idx()
-            units = Int32(UNITS_PER_BLOCK)
+            units = Int32(all_units)
             if block * BLOCK_TOKENS < item.used:
                 units = dsl.ld_acquire_gpu_b32(self.counters + 4 * block)
-            written = Int32(cute.arch.vote_ballot_sync(units == UNITS_PER_BLOCK))
+            written = Int32(cute.arch.vote_ballot_sync(units == all_units))
             cute.arch.fence_proxy("async.global")
             cute.arch.sync_warp()
         return written
@@ -132,7 +133,8 @@ class PrefillSm90Copying(PrefillSm90For16Bits):
 
     def _spare(self, lengths: Lengths, shape: Shape, source: PagedSource, copying: Copying):
         config = self.config
-        Copier(config.copies_from, config.head_size, lengths, shape, source, copying).run()
+        kind, size, loads = config.copies_from, config.head_size, config.copy_loads
+        Copier(kind, size, loads, lengths, shape, source, copying).run()
         self._leave(shape, copying)
 
     def _leave(self, shape: Shape, copying: Copying):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 # What attention waits for as a whole: a head's K and V of so many tokens.
 BLOCK_TOKENS = 64
-# What a warp copies at a time, of K or of V.
+# What a warp copies at a time.
 UNIT_TOKENS = 32
-UNITS_PER_BLOCK = 2 * BLOCK_TOKENS // UNIT_TOKENS
 # Elements that a lane converts at once, to 16 bytes.
 VECTOR = 8
 # Words of the counters in front of the blocks' own (copier.py).
@@ -29,6 +28,16 @@ _STEP = 2048
 def head_sizes(kv_format: str) -> tuple[int, ...]:
     """Head sizes at which caches of a format are widened, ascending."""
     return tuple(sorted(MIN_ROWS.get(kv_format, ())))
+
+
+def unit_sides(head_size: int) -> int:
+    """2 where a unit has K and V of its tokens: short rows of one of them would not pay for looking
+    the pages up."""
+    return 2 if head_size <= 128 else 1
+
+
+def units_per_block(head_size: int) -> int:
+    return BLOCK_TOKENS // UNIT_TOKENS * 2 // unit_sides(head_size)
 
 
 def min_rows(kv_format: str, head_size: int) -> int | None:

@@ -1,11 +1,11 @@
 """An FP8 (e4m3) or NVFP4 KV cache as fp16, for the 16-bit prefill kernel, made while it reads.
 
 The warps beside that kernel's producer have nothing else to do. They copy the batch's keys and
-values in *units*, 32 tokens of one head of K or V, in the order in which attention walks through
-them: sequence by sequence, a block of 64 tokens after the other, all heads of a block. Units are
-dealt by ticket, so a copy waits for no CTA that has not started: any set of running CTAs completes
-it. A unit counts in its block's counter, and the producer waits for all of a block's before it has
-TMA bring them (prefill_sm90/kernel_copying.py).
+values in *units*, 32 tokens of one head of K or V or both, in the order in which attention walks
+through them: sequence by sequence, a block of 64 tokens after the other, all heads of a block.
+Units are dealt by ticket, so a copy waits for no CTA that has not started: any set of running CTAs
+completes it. A unit counts in its block's counter, and the producer waits for all of a block's
+before it has TMA bring them (prefill_sm90/kernel_copying.py).
 
 Exact: formats.py says why; global scales are left to the attention kernel. Copied are sequences
 with more packed rows than ``skip_rows``, the others are another kernel's. The n-th of them has room
@@ -35,13 +35,12 @@ from cute_kernels.attention.widen_sm90.config import (
     BLOCK_TOKENS,
     COUNTERS_HEAD,
     UNIT_TOKENS,
-    UNITS_PER_BLOCK,
     VECTOR,
+    unit_sides,
+    units_per_block,
 )
 from cute_kernels.attention.widen_sm90.formats import ROWS
 
-# Loads of a lane in flight.
-_BATCH = 8
 # Words of the counters' head: the next unit; warps that have left. Each on a line of its own.
 _NEXT, _LEFT = 0, 32
 
@@ -79,14 +78,14 @@ class Copying(NamedTuple):
 
 class Sequence(NamedTuple):
     """Number ``copy`` of those that are copied: its number in the batch, where its keys start in an
-    unpaged cache, the first key that any row sees, keys, units."""
+    unpaged cache, the first key that any row sees, keys, blocks."""
 
     copy: Int32
     b: Int32
     start: Int32
     low: Int32
     used: Int32
-    units: Int32
+    blocks: Int32
 
 
 @cute.jit
@@ -129,7 +128,7 @@ def _sequence_of(lengths: Lengths, shape, copy: Int32) -> Int32:
 
 @cute.jit
 def sequence_to_copy(lengths: Lengths, shape, paged: Int32, copy: Int32) -> Sequence:
-    """Number ``copy``; one of no units where there are fewer."""
+    """Number ``copy``; one of no blocks where there are fewer."""
     b = _sequence_of(lengths, shape, copy)
     q_len = Int32(0)
     start = Int32(0)
@@ -146,20 +145,19 @@ def sequence_to_copy(lengths: Lengths, shape, paged: Int32, copy: Int32) -> Sequ
     low = cutlass.max(used - q_len - shape.window_left, Int32(0))
     end = (used + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
     blocks = cutlass.max(end - low // BLOCK_TOKENS, Int32(0))
-    units = blocks * shape.kv_heads * UNITS_PER_BLOCK
-    return Sequence(copy, b, start, low, used, units)
+    return Sequence(copy, b, start, low, used, blocks)
 
 
 @cute.jit
-def place_of(sequence: Sequence, kv_heads: Int32, unit: Int32):
-    """(block, head, 0 for K or 1 for V, first token) of a unit: of a block head by head, K's two,
-    V's two."""
-    place = unit // UNITS_PER_BLOCK
+def place_of(sequence: Sequence, kv_heads: Int32, unit: Int32, units: cutlass.Constexpr):
+    """(block, head, first token, number of K's or V's) of one of a block's ``units`` of each head:
+    head by head, K's two before V's two where they are apart."""
+    place = unit // units
     block = place // kv_heads
     head = place - block * kv_heads
     block = sequence.low // BLOCK_TOKENS + block
     begin = block * BLOCK_TOKENS + unit % 2 * UNIT_TOKENS
-    return block, head, unit // 2 % 2, begin
+    return block, head, begin, unit // 2 % (units // 2)
 
 
 @cute.jit
@@ -182,12 +180,13 @@ def leave(target: Target, kv_heads: Int32, warps: cutlass.Constexpr):
 
 class Copier:
     """A warp that copies. shape: as the prefill kernel's, with batch, kv_heads, group, skip_rows,
-    window_left and most_keys."""
+    window_left and most_keys. loads: of a lane in flight."""
 
     def __init__(
         self,
         kv_format: str,
         head_size: int,
+        loads: int,
         lengths: Lengths,
         shape,
         source: PagedSource,
@@ -195,20 +194,27 @@ class Copier:
     ):
         self.head_size, self.rows = head_size, ROWS[kv_format]()
         self.lengths, self.shape, self.source, self.copying = lengths, shape, source, copying
+        # Of a row; a unit of one side is as many loads of the warp.
         self.vectors = head_size // VECTOR
+        self.loads = min(loads, self.vectors)
+        self.sides, self.units = unit_sides(head_size), units_per_block(head_size)
 
     @cute.jit
     def run(self):
+        lengths, shape, target = self.lengths, self.shape, self.copying.target
         unit = dsl.shuffle_from_lane(self._draw(), Int32(0))
         first = Int32(0)
-        for copy in cutlass.range(0, self.copying.target.copies, unroll=1):
-            sequence = sequence_to_copy(self.lengths, self.shape, self.source.paged, copy)
-            while unit - first < sequence.units:
+        written = Int64(0)
+        for copy in cutlass.range(0, target.copies, unroll=1):
+            sequence = sequence_to_copy(lengths, shape, self.source.paged, copy)
+            units = sequence.blocks * shape.kv_heads * self.units
+            while unit - first < units:
                 # Its answer is not waited for before the copy.
                 following = self._draw()
-                self._copy(sequence, unit - first)
+                written = self._copy(sequence, unit - first, written)
                 unit = dsl.shuffle_from_lane(following, Int32(0))
-            first = first + sequence.units
+            first = first + units
+        self._publish(written)
 
     @cute.jit
     def _draw(self) -> Int32:
@@ -219,10 +225,22 @@ class Copier:
         return number
 
     @cute.jit
-    def _copy(self, sequence: Sequence, unit: Int32):
-        shape, source, target = self.shape, self.source, self.copying.target
+    def _publish(self, counter: Int64):
+        """Count a unit that the warp has written in its block's counter; 0: none."""
+        if counter != 0:
+            cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                dsl.red_add_release_gpu(counter, Int32(1))
+
+    @cute.jit
+    def _copy(self, sequence: Sequence, unit: Int32, written: Int64) -> Int64:
+        """Copy a unit and return its block's counter. ``written``: that of the unit before, which
+        is counted here: its stores end while this one's loads are on their way."""
+        source, copying = self.source, self.copying
+        kv_heads, target = self.shape.kv_heads, copying.target
+        block, head, begin, side = place_of(sequence, kv_heads, unit, self.units)
         lane = cute.arch.lane_idx()
-        block, head, side, begin = place_of(sequence, shape.kv_heads, unit)
         token = cutlass.min(cutlass.max(begin + lane, sequence.low), sequence.used - 1)
         page = Int32(0)
         in_page = token + sequence.start
@@ -230,41 +248,46 @@ class Copier:
             index = token // source.page_size
             in_page = token - index * source.page_size
             page = source.mTable[sequence.b, cutlass.min(index, source.table_width - 1)]
+        first = Int64(head * target.copies + sequence.copy) * target.capacity + begin
+        offset = first * (2 * self.head_size)
+        for part in cutlass.range(0, self.sides * self.vectors, self.loads, unroll=1):
+            of_v = side + part // self.vectors
+            to = target.k
+            if of_v != 0:
+                to = target.v
+            rows = self._rows(of_v, page, in_page, head)
+            self._convert(rows, part % self.vectors, to + offset, written)
+            written = Int64(0)
+        return counter_of(target, kv_heads, sequence.copy, head, block)
+
+    @cute.jit
+    def _rows(self, of_v: Int32, page: Int32, in_page: Int32, head: Int32) -> tuple[Int64, ...]:
+        """Addresses of a token's row of K or V in the cache's planes."""
         rows = []
         for k, v in zip(self.copying.k, self.copying.v, strict=True):
             base, by_page, by_token, by_head = k
-            if side != 0:
+            if of_v != 0:
                 base, by_page, by_token, by_head = v
             rows.append(base + page * by_page + in_page * by_token + head * by_head)
-        to = target.k
-        if side != 0:
-            to = target.v
-        first = Int64(head * target.copies + sequence.copy) * target.capacity + begin
-        self._convert(tuple(rows), to + first * (2 * self.head_size))
-        cute.arch.fence_proxy("async.global")
-        cute.arch.sync_warp()
-        if lane == 0:
-            counter = counter_of(target, shape.kv_heads, sequence.copy, head, block)
-            dsl.red_add_release_gpu(counter, Int32(1))
+        return tuple(rows)
 
     @cute.jit
-    def _convert(self, rows: tuple[Int64, ...], to: Int64):
-        """A unit's rows, whose addresses in each plane the lanes have, to where they lie end to
-        end."""
-        lane = cute.arch.lane_idx()
-        for begin in cutlass.range(0, UNIT_TOKENS * self.vectors // 32, _BATCH, unroll=1):
-            loaded = []
-            for i in cutlass.range_constexpr(_BATCH):
-                row, vector = self._place(begin, i)
-                at = tuple(dsl_store.shuffle_b64(plane, row) for plane in rows)
-                loaded.append(self.rows.load(at, vector))
-            for i in cutlass.range_constexpr(_BATCH):
-                place = to + ((begin + i) * 32 + lane) * (2 * VECTOR)
-                dsl_store.st_global_b32x4(place, *self.rows.convert(loaded[i]))
+    def _convert(self, rows: tuple[Int64, ...], begin: Int32, to: Int64, written: Int64):
+        """Loads from ``begin`` on of 32 rows, whose addresses the lanes have, to where they lie end
+        to end."""
+        loaded = []
+        for i in cutlass.range_constexpr(self.loads):
+            row, vector = self._place(begin, i)
+            at = tuple(dsl_store.shuffle_b64(plane, row) for plane in rows)
+            loaded.append(self.rows.load(at, vector))
+        self._publish(written)
+        for i in cutlass.range_constexpr(self.loads):
+            place = to + ((begin + i) * 32 + cute.arch.lane_idx()) * (2 * VECTOR)
+            dsl_store.st_global_b32x4(place, *self.rows.convert(loaded[i]))
 
     def _place(self, begin: Int32, i: int) -> tuple[Int32, Int32]:
         """Row and vector of it that a lane takes with load ``begin + i``; begin: a multiple of
-        _BATCH."""
+        ``loads``."""
         lane = cute.arch.lane_idx()
         if self.vectors <= 32:
             rows_a_load = 32 // self.vectors
