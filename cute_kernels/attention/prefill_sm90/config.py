@@ -206,7 +206,7 @@ def widened_config(head_size: int, q_dtype: str, kv_format: str) -> PrefillConfi
     """The variant that makes and reads fp16 copies of an FP8 or nvfp4 cache. The warps that make
     them need more registers than a producer."""
     config = make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
-    registers = 232 if head_size == 512 else 224
+    registers = 224 if head_size == 128 else 232
     return replace(config, copies_from=kv_format, consumer_registers=registers)
 
 
