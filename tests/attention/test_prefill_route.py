@@ -120,14 +120,14 @@ def test_long_queries_over_an_fp8_cache_read_widened_keys():
         {"deterministic": True},
         {"kv_format": "bf16"},
         {"head_size": 512},
-        {"max_seqlen_q": 255, "total_q": 1020},
+        {"max_seqlen_q": 127, "total_q": 508},
         {"keys": 1 << 17},  # too much memory
     ):
         assert route(bounds_of(**fields), SM_COUNT).capacity == 0
 
 
 @pytest.mark.parametrize(
-    ("q", "k", "keys"), ((255, 4000, 0), (256, 1, 2048), (300, 2048, 2048), (300, 2049, 4096))
+    ("q", "k", "keys"), ((127, 4000, 0), (128, 1, 2048), (300, 2048, 2048), (300, 2049, 4096))
 )
 def test_what_the_choice_may_know_of_the_key_lengths(q, k, keys):
     assert widen_sm90.rounded_keys(q, k) == keys
@@ -294,7 +294,7 @@ def test_what_a_model_with_long_queries_needs_compiled():
     prefill = {name for name in names if name.startswith("prefill")}
     direct = {f"prefill_sm90_fp8_e4m3_d128_r128_bf16_box{box}" for box in (16, 64)}
     assert prefill == direct | {"prefill_sm90_fp16_d128_r128_bf16_box64_from_fp8_e4m3"}
-    middle = units_for(replace(workload, max_query_tokens=255), "sm_90a")
+    middle = units_for(replace(workload, max_query_tokens=127), "sm_90a")
     assert {each.config.name for each in middle if each.kernel == "prefill_sm90"} == direct
     wide = AttentionWorkload(128, 32, 4, "bf16", "bf16", (64,), 9)
     kinds = {(unit.kernel, unit.config.kv_format) for unit in units_for(wide, "sm_90a")}

@@ -14,11 +14,11 @@ COUNTERS_HEAD = 64
 # pays to widen its keys: the fewest that were measured to gain (perf/NOTES.md). The other way is
 # the prefill kernel that converts FP8 itself, or the decode kernel's row buckets for nvfp4.
 MIN_ROWS = {
-    "fp8_e4m3": {64: 8192, 128: 2048, 256: 1024},
+    "fp8_e4m3": {64: 1024, 128: 1024, 256: 1024},
     "nvfp4": {64: 1024, 128: 1024, 256: 512, 512: 1536},
 }
 # Fewer query tokens never make widening the keys worth a choice by their number.
-_LONG_QUERIES = 256
+_LONG_QUERIES = 128
 # The most memory for a call's widened keys.
 MAX_BYTES = 1 << 29
 # The room for a sequence's keys grows in such steps: a step is planned anew.

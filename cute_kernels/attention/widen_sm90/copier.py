@@ -204,17 +204,15 @@ class Copier:
         lengths, shape, target = self.lengths, self.shape, self.copying.target
         unit = dsl.shuffle_from_lane(self._draw(), Int32(0))
         first = Int32(0)
-        written = Int64(0)
         for copy in cutlass.range(0, target.copies, unroll=1):
             sequence = sequence_to_copy(lengths, shape, self.source.paged, copy)
             units = sequence.blocks * shape.kv_heads * self.units
             while unit - first < units:
                 # Its answer is not waited for before the copy.
                 following = self._draw()
-                written = self._copy(sequence, unit - first, written)
+                self._copy(sequence, unit - first)
                 unit = dsl.shuffle_from_lane(following, Int32(0))
             first = first + units
-        self._publish(written)
 
     @cute.jit
     def _draw(self) -> Int32:
@@ -225,18 +223,7 @@ class Copier:
         return number
 
     @cute.jit
-    def _publish(self, counter: Int64):
-        """Count a unit that the warp has written in its block's counter; 0: none."""
-        if counter != 0:
-            cute.arch.fence_proxy("async.global")
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                dsl.red_add_release_gpu(counter, Int32(1))
-
-    @cute.jit
-    def _copy(self, sequence: Sequence, unit: Int32, written: Int64) -> Int64:
-        """Copy a unit and return its block's counter. ``written``: that of the unit before, which
-        is counted here: its stores end while this one's loads are on their way."""
+    def _copy(self, sequence: Sequence, unit: Int32):
         source, copying = self.source, self.copying
         kv_heads, target = self.shape.kv_heads, copying.target
         block, head, begin, side = place_of(sequence, kv_heads, unit, self.units)
@@ -256,9 +243,12 @@ class Copier:
             if of_v != 0:
                 to = target.v
             rows = self._rows(of_v, page, in_page, head)
-            self._convert(rows, part % self.vectors, to + offset, written)
-            written = Int64(0)
-        return counter_of(target, kv_heads, sequence.copy, head, block)
+            self._convert(rows, part % self.vectors, to + offset)
+        cute.arch.fence_proxy("async.global")
+        cute.arch.sync_warp()
+        if lane == 0:
+            counter = counter_of(target, kv_heads, sequence.copy, head, block)
+            dsl.red_add_release_gpu(counter, Int32(1))
 
     @cute.jit
     def _rows(self, of_v: Int32, page: Int32, in_page: Int32, head: Int32) -> tuple[Int64, ...]:
@@ -272,7 +262,7 @@ class Copier:
         return tuple(rows)
 
     @cute.jit
-    def _convert(self, rows: tuple[Int64, ...], begin: Int32, to: Int64, written: Int64):
+    def _convert(self, rows: tuple[Int64, ...], begin: Int32, to: Int64):
         """Loads from ``begin`` on of 32 rows, whose addresses the lanes have, to where they lie end
         to end."""
         loaded = []
@@ -280,7 +270,6 @@ class Copier:
             row, vector = self._place(begin, i)
             at = tuple(dsl_store.shuffle_b64(plane, row) for plane in rows)
             loaded.append(self.rows.load(at, vector))
-        self._publish(written)
         for i in cutlass.range_constexpr(self.loads):
             place = to + ((begin + i) * 32 + cute.arch.lane_idx()) * (2 * VECTOR)
             dsl_store.st_global_b32x4(place, *self.rows.convert(loaded[i]))
