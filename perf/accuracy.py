@@ -18,8 +18,9 @@ and how often a text's nearest other text is the same.
 
 Errors are standard errors over blocks of consecutive tokens (`perf.paired`), over prompts, or over
 texts. The text comes from the running Python, whose docstrings change with its version: give both
-runs one `--text` (`--write-text` makes it), or the ids of it (`--write-ids`, `--ids`; of decoders),
-to compare them. `ids_sha256` says whether they read the same.
+runs one `--text` (`--write-text` makes it), or the ids of it (`--write-ids`, `--ids`), to compare
+them. With both, decoders read the ids, which must be of that text, and MiniLM the text.
+`ids_sha256` and `calibration_sha256` say whether two runs read the same.
 
 A file that is there keeps its rows of other models: a model at a time is a run, too.
 """
@@ -45,7 +46,10 @@ from demo.models import MODELS, find_gguf, load, load_model
 from kvcache.integrations.transformers import register
 from perf import accuracy_decoders, accuracy_embeddings, accuracy_ids
 from perf.accuracy_ids import Ids
-from perf.accuracy_sections import COLUMNS, accuracy_lines, read_accuracy
+from perf.accuracy_reading import read_accuracy
+from perf.accuracy_sections import COLUMNS, accuracy_lines
+from perf.command import folder_of
+from perf.reading import BadFile
 from perf.rows import describe_machine
 
 DTYPES = ("fp8", "nvfp4", "nvfp4_4over6", "nvfp4_4over6_k", "nvfp4_mse")
@@ -121,6 +125,9 @@ def measure_decoder(
         source = accuracy_ids.ids_of(tokenizer, source)
     else:
         model = load_model(gguf, device, "cute_kv")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if max(*source.text, *source.calibration) >= vocabulary:
+        raise click.ClickException(f"ids of {name}: some are not below {vocabulary}")
     ids, calibration = source.tensors(device)
     rotate = MODELS[name].rotate_keys if rotate_keys is None else rotate_keys
     first = source.bos if source.text[0] == source.bos else None
@@ -149,10 +156,13 @@ def measure_encoder(
 
 def about(read: torch.Tensor, calibration: torch.Tensor) -> dict[str, Any]:
     """What was read: how much, and the SHA-256 of its token ids."""
+    digests = (
+        hashlib.sha256(json.dumps(ids.tolist()).encode()).hexdigest() for ids in (read, calibration)
+    )
     return {
         "tokens": read.numel(),
         "calibration_tokens": calibration.numel(),
-        "ids_sha256": hashlib.sha256(json.dumps(read.tolist()).encode()).hexdigest(),
+        **dict(zip(("ids_sha256", "calibration_sha256"), digests, strict=True)),
     }
 
 
@@ -182,8 +192,42 @@ def default_text() -> str:
 
 def write_text(context: click.Context, _: click.Parameter, path: Path | None) -> None:
     if path is not None:
+        folder_of(path)
         path.write_text(default_text(), encoding="utf-8")
         context.exit()
+
+
+def read_text(path: Path | None) -> str:
+    """What is read; that of the running Python without a path.
+
+    Raises:
+        ClickException: the file is empty, or no UTF-8.
+    """
+    if path is None:
+        return default_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"{path}: {error}") from None
+    if not text.strip():
+        raise click.ClickException(f"{path} is empty")
+    return text
+
+
+def rows_of_others(output: Path | None, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows that a file has of other models.
+
+    Raises:
+        ClickException: there is no folder for it, or it is no such file.
+    """
+    if output is None:
+        return []
+    folder_of(output)
+    try:
+        found = read_accuracy(output) if output.exists() else []
+    except BadFile as error:
+        raise click.ClickException(f"{output} is kept as it is: {error}") from None
+    return [row for row in found if row["model"] not in names]
 
 
 def print_report(rows: list[dict[str, Any]]) -> None:
@@ -192,7 +236,7 @@ def print_report(rows: list[dict[str, Any]]) -> None:
         table.add_column(title, no_wrap=True)
     for line in accuracy_lines(rows):
         table.add_row(*line)
-    Console(width=WIDTH).print(table)
+    Console(width=WIDTH, markup=False).print(table)
 
 
 @click.command(context_settings={"show_default": True}, help=(__doc__ or "").split("\n")[0])
@@ -248,22 +292,32 @@ def main(
     if device_name == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("--device cuda: torch sees no GPU")
     device, size = torch.device(device_name), Size(**sizes)
-    text = default_text() if text_path is None else text_path.read_text(encoding="utf-8")
+    names, dtypes = tuple(dict.fromkeys(names)), tuple(dict.fromkeys(dtypes))
+    others, text = rows_of_others(output, names), read_text(text_path)
+    ids = {}
+    if ids_path is not None:
+        decoders = [name for name in names if name in MODELS]
+        ids = accuracy_ids.read(ids_path, decoders, None if text_path is None else text)
     if ids_to_write is not None:
+        folder_of(ids_to_write)
         accuracy_ids.write(ids_to_write, names, model_dir, text)
         return
     machine, rows = machine_of(device, commit), []
-    others = read_accuracy(output) if output is not None and output.exists() else []
-    others = [row for row in others if row["model"] not in names]
     for name in names:
         notes: set[str] = set()
         with evaluate.noting_fallbacks(notes):
             if name == accuracy_embeddings.NAME:
                 found = measure_encoder(model_dir, text, dtypes, size, device)
             else:
-                source = text if ids_path is None else accuracy_ids.read(ids_path, name)
                 found = measure_decoder(
-                    name, model_dir, source, dtypes, size, rotate_keys, per_head, device
+                    name,
+                    model_dir,
+                    ids.get(name, text),
+                    dtypes,
+                    size,
+                    rotate_keys,
+                    per_head,
+                    device,
                 )
         attention = attention_of(name, device, notes)
         rows += [{"model": name, "attention": attention} | machine | row for row in found]

@@ -7,26 +7,29 @@ read the same tokens, and the vocabulary need not be parsed.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from click import ClickException
+from click import ClickException, echo
 from transformers import PreTrainedTokenizerBase
 
 from demo import texts
 from demo.models import MODELS, find_gguf, load_tokenizer
-from perf.rows import read_json
+from perf.reading import read_json
 
 
 class Ids(NamedTuple):
-    """Of what a decoder reads. bos: the token that the model expects before any text."""
+    """Of what a decoder reads. bos: the token that the model expects before any text. text_sha256:
+    of what the ids were made from; None in files of before it was recorded."""
 
     text: list[int]
     calibration: list[int]
     bos: int | None
+    text_sha256: str | None = None
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
         """Text and calibration, (1, L) each."""
@@ -35,7 +38,11 @@ class Ids(NamedTuple):
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
     found = [texts.encode(tokenizer, each)[0].tolist() for each in (text, texts.CALIBRATION_TEXT)]
-    return Ids(*found, tokenizer.bos_token_id)
+    return Ids(*found, tokenizer.bos_token_id, digest(text))
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write(path: Path, names: Iterable[str], model_dir: Path | None, text: str) -> None:
@@ -48,13 +55,34 @@ def write(path: Path, names: Iterable[str], model_dir: Path | None, text: str) -
     path.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
-def read(path: Path, name: str) -> Ids:
-    """Ids of one model.
+def _are_ids(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(number) is int and number >= 0 for number in value)
+    )
+
+
+def read(path: Path, names: Sequence[str], text: str | None) -> dict[str, Ids]:
+    """Ids of some models.
+
+    Args:
+        text: that they must be of; None where any will do.
 
     Raises:
-        ClickException: the file has none of it, or something else.
+        ClickException: the file does not have them, has something else, or ids of another text.
     """
     try:
-        return Ids(**read_json(path)[name])
+        found = read_json(path)
+        ids = {name: Ids(**found[name]) for name in names}
     except (KeyError, TypeError, ValueError) as error:
-        raise ClickException(f"{path} has no ids of {name}: {error}") from None
+        raise ClickException(f"{path} has no ids of {', '.join(names)}: {error}") from None
+    for name, each in ids.items():
+        numbers = (each.text, each.calibration, [each.bos or 0])
+        if not all(map(_are_ids, numbers)):
+            raise ClickException(f"{path}: ids of {name} are none or no token numbers")
+        if text is not None and each.text_sha256 is None:
+            echo(f"{path} does not say whether it is of the text; {name} reads the ids", err=True)
+        elif text is not None and each.text_sha256 != digest(text):
+            raise ClickException(f"{path}: ids of {name} are of another text")
+    return ids

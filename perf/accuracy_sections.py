@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from perf.rows import is_number, read_json
+from perf.accuracy_reading import blocks
 from perf.sections import BASELINE, ResultFile, markdown
 
 Row = Mapping[str, Any]
@@ -26,47 +25,20 @@ COLUMNS = (
     "nearest text as bf16, %",
     "error behind the last layer",
 )
-# Two runs on one text are told apart by more than this many of their common standard errors.
-AGREE_WITHIN = 2.0
-
-
-def read_accuracy(path: Path) -> list[dict[str, Any]]:
-    """Rows of a result file.
-
-    Raises:
-        ValueError: no JSON, NaN in it, two rows for the same, a change without the ids that were
-            read, an estimate that is none.
-    """
-    rows, seen = read_json(path), set()
-    for row in rows:
-        names = ("model", "kv_cache_dtype", "tokens", "ids_sha256", "device", "commit", "date")
-        missing = [name for name in names if not row.get(name)]
-        if missing:
-            raise ValueError(f"accuracy row: missing {', '.join(missing)}")
-        where = f"accuracy row {row['model']}, {row['kv_cache_dtype']}"
-        key = tuple(
-            row.get(name) for name in ("model", "kv_cache_dtype", "rotate_keys", "per_head")
-        )
-        if key in seen:
-            raise ValueError(f"{where}: two rows")
-        seen.add(key)
-        for name, value in row.items():
-            if isinstance(value, dict) and "standard_error" in value:
-                error = value["standard_error"]
-                if not is_number(value["value"]) or not (error is None or is_number(error)):
-                    raise ValueError(f"{where}: {name} is {value}, no estimate")
-    return rows
+ONE_BLOCK = " (one block: no error)"
 
 
 def figure(estimate: Row | None, scale: float = 1.0, sign: str = "") -> str:
     """A mean and its standard error, to the error's first two digits."""
     if estimate is None:
         return ""
-    value, error = (scale * (estimate[name] or 0.0) for name in ("value", "standard_error"))
-    digits = max(0, 1 - math.floor(math.log10(error))) if error else 2
+    value, error = scale * estimate["value"], estimate["standard_error"]
+    if error is None:
+        return f"{value:{sign}.3g}{ONE_BLOCK}"
+    digits = max(0, 1 - math.floor(math.log10(scale * error))) if error else 2
     shown = f"{value:{sign}.{digits}f}"
-    # One block tells no error, nor do values that are all the same: none of 80 texts is not never.
-    return f"{shown} +- {error:.{digits}f}" if error else shown
+    # Values that are all the same tell no error: none of 80 texts is not never.
+    return f"{shown} +- {scale * error:.{digits}f}" if error else shown
 
 
 def accuracy_lines(rows: Sequence[Row]) -> list[list[str]]:
@@ -97,7 +69,7 @@ def accuracy_lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def accuracy_table(file: ResultFile) -> str:
-    return markdown(COLUMNS, accuracy_lines(file.rows))
+    return f"{blocks(file.rows)}\n\n{markdown(COLUMNS, accuracy_lines(file.rows))}".lstrip()
 
 
 def accuracy_summary(file: ResultFile) -> str:
@@ -105,31 +77,37 @@ def accuracy_summary(file: ResultFile) -> str:
     shown = ("model", "KV cache", "perplexity", "change, %", "KL, nats", "top-1 as bf16, %")
     columns = [COLUMNS.index(title) for title in shown]
     lines = accuracy_lines([row for row in file.rows if "perplexity" in row])
-    return markdown(shown, [[line[column] for column in columns] for line in lines])
+    table = markdown(shown, [[line[column] for column in columns] for line in lines])
+    return f"{blocks(file.rows)}\n\n{table}".lstrip()
 
 
 def agreement(one: ResultFile, other: ResultFile) -> str:
-    """Whether two runs that read the same tokens find the same changes of perplexity."""
-    found, apart = 0, []
+    """How far apart two runs that read the same tokens find the changes of perplexity.
+
+    Whether that is noise their standard errors do not say: those are over blocks of tokens, which
+    both runs share, and no row keeps its blocks.
+    """
+    found = {}
     for row in one.rows:
         twin = next((each for each in other.rows if _same_work(row, each)), None)
-        if twin is None or row["kv_cache_dtype"] == BASELINE:
-            continue
-        found += 1
-        changes = [each["perplexity_change"] for each in (row, twin)]
-        noise = math.hypot(*(change["standard_error"] or 0.0 for change in changes))
-        difference = changes[0]["value"] - changes[1]["value"]
-        if abs(difference) > AGREE_WITHIN * noise:
-            apart.append(f"{row['model']} {row['kv_cache_dtype']} by {100 * difference:+.2f} %")
+        if twin is not None and row["kv_cache_dtype"] != BASELINE:
+            changes = [each["perplexity_change"]["value"] for each in (row, twin)]
+            found[f"{row['model']} {row['kv_cache_dtype']}"] = 100 * (changes[0] - changes[1])
     if not found:
         return ""
-    agree = f"{found - len(apart)} of {found} changes of perplexity agree within {AGREE_WITHIN:g}"
-    text = f"Against {other.label}, {other.date}, on the same tokens: {agree} standard errors"
-    return f"{text}; apart: {', '.join(apart)}." if apart else f"{text}."
+    name, most = max(found.items(), key=lambda item: abs(item[1]))
+    return (
+        f"Against {other.label}, {other.date}, on the same tokens: {len(found)} changes of "
+        f"perplexity, the furthest apart by {most:+.2f} percentage points ({name}). The standard "
+        "errors are over tokens, which both runs share: they do not say whether that is noise."
+    )
 
 
 def _same_work(one: Row, other: Row) -> bool:
-    names = ("model", "kv_cache_dtype", "rotate_keys", "per_head", "ids_sha256", "window_tokens")
+    names = ["model", "kv_cache_dtype", "rotate_keys", "per_head", "ids_sha256", "window_tokens"]
+    names += ["calibration_tokens"]
+    if "calibration_sha256" in one and "calibration_sha256" in other:
+        names.append("calibration_sha256")
     # Rows of before there was a choice lack per_head.
     return "perplexity" in one and all(
         (one.get(name) or None) == (other.get(name) or None) for name in names

@@ -42,7 +42,7 @@ from perf.timing import (
     time_rotating,
     time_single,
 )
-from perf.traffic import device_ceilings
+from perf.traffic import ceiling_buffer, device_ceilings, traffic
 from perf.verify import verify
 
 FALLBACK = "the slow torch reference: "  # what our function warns with
@@ -99,7 +99,7 @@ def measure(
         "timing": "cuda graph, median",
         "input_sets": len(sets),
         "calls_per_graph": calls_per_graph(len(sets)),
-        "rotated_bytes": ROTATED_BYTES,
+        "rotated_bytes": min(ROTATED_BYTES, len(sets) * traffic(case).kv),
         "rounds": rounds,
     }
     contenders = [Contender(p.name, tuple(p.bind(inputs) for inputs in sets)) for p in right]
@@ -144,14 +144,30 @@ def collect(
     for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
         results, method = measure_case(case, pool_of(case))
         measured.append((case, results, make_workload(case, machine, method)))
-        rows += make_rows(*measured[-1], machine, ceilings)
+        rows += rows_of(*measured[-1], machine, ceilings, providers)
         keep(rows)
     rows = []
     for case, results, workload in measured:
         inputs = make_input_sets(case, pool_of(case), count=1)[0]
         results = with_kernels(results, providers, inputs)
-        rows += make_rows(case, results, workload, machine, ceilings)
+        rows += rows_of(case, results, workload, machine, ceilings, providers)
     return rows
+
+
+def rows_of(
+    case: DecodeCase,
+    results: dict[str, Measurement],
+    workload: dict[str, object],
+    machine: Machine,
+    ceilings: dict[str, float],
+    providers: Sequence[Provider],
+) -> list[dict[str, object]]:
+    """Rows of one case; those of a baseline say how its configuration was found."""
+    found = {p.name: p.tuning(case) for p in providers if p.tuning and results[p.name].rotating}
+    return [
+        row | ({"tuning": found[row["provider"]]} if row["provider"] in found else {})
+        for row in make_rows(case, results, workload, machine, ceilings)
+    ]
 
 
 def run(
@@ -162,8 +178,9 @@ def run(
     keep: Keep,
 ) -> list[dict[str, object]]:
     """Rows of all cases and providers."""
+    # Of one size, whatever the cases are: a smaller pool would read slower and look better.
+    ceilings = device_ceilings(ceiling_buffer(), median_us)
     pool = KVPool(cases, "cuda")
-    ceilings = device_ceilings(pool.k, median_us)
     return collect(
         cases,
         lambda case: pool,

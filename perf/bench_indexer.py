@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from perf.providers import NOT_INSTALLED
-from perf.rows import OK, Measurement
+from perf.rows import OK, TUNED, Measurement
 from perf.writers import OURS, Benchmark, command
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192, 16384, 65536)
@@ -227,7 +227,7 @@ main = command(
     "perf.bench_indexer",
     "Time the DeepSeek-V4 indexer's fused steps.",
     CASES,
-    Benchmark(make_arguments, bind, check),
+    Benchmark(make_arguments, bind, check, TUNED),
 )
 
 if __name__ == "__main__":

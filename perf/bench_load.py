@@ -25,9 +25,9 @@ from cute_kernels.attention.decode_sm90.config import DecodeConfig
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
 from perf.cases import DecodeCase
+from perf.command import begin, folder_of
 from perf.inputs import KVPool, make_input_sets
 from perf.providers import varlen_arguments
-from perf.rows import describe_machine
 
 CALLS = 20
 Q_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -111,6 +111,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Rows as JSON.")
 def main(out: Path | None) -> None:
     """Measure every decode kernel; exit status 1 where a target is missed."""
+    machine = begin("perf.bench_load", None)
+    if out is not None:
+        folder_of(out)
     units = [unit for unit in compile_cache.all_units(["sm_90a"]) if unit.kernel == "decode_sm90"]
     compile_cache.freeze()
     pool = KVPool([case_for(unit.config) for unit in units], "cuda")
@@ -118,7 +121,7 @@ def main(out: Path | None) -> None:
     print(f"first kernel of the process: {first}")
     print(summary(rows))
     if out is not None:
-        about = dataclasses.asdict(describe_machine("python -m perf.bench_load"))
+        about = dataclasses.asdict(machine)
         text = {"op": "load", **about, "first_of_process": first, "rows": rows}
         out.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
     if missed(rows):

@@ -4,7 +4,8 @@
     python -m perf.bench_prefill --cases D512 --json results.json
 
 Each provider is checked against the float64 reference first; one that is wrong gets no time. Times
-are medians of interleaved rounds of CUDA-graph replays, as in perf.bench_decode. TFLOP/s count the
+are medians of interleaved rounds of CUDA-graph replays, as in perf.bench_decode, of all providers
+and cache dtypes of a shape in turn (`in_turn` in the workload). TFLOP/s count the
 (query, key) pairs inside the causal mask, 4 D operations each. The exit status is 1 when a provider
 was wrong or failed.
 """
@@ -25,18 +26,8 @@ from perf.cases import DecodeCase
 from perf.command import Keep, begin, choose, finish, keeper
 from perf.inputs import InputSet, KVPool, make_input_sets
 from perf.providers import PROVIDERS, Provider
-from perf.rows import (
-    OK,
-    Machine,
-    Measurement,
-)
-from perf.timing import (
-    Call,
-    Contender,
-    calls_per_graph,
-    median_us,
-    time_rotating,
-)
+from perf.rows import BY_HAND, OK, Machine, Measurement
+from perf.timing import Call, Contender, calls_per_graph, median_us, time_rotating
 from perf.traffic import ceiling_buffer, device_ceilings, flops
 
 # A call computes for milliseconds on what it reads in microseconds: caches hardly matter.
@@ -78,27 +69,42 @@ def _bind_triton(inputs: InputSet) -> Call:
 
 
 FLEX = next(provider for provider in PROVIDERS if provider.name == "torch_flex_attention")
-CONTENDERS = (PROVIDERS[0], Provider("triton_baseline", "triton", _bind_triton), FLEX)
+TRITON = Provider("triton_baseline", "triton", _bind_triton, tuning=lambda case: BY_HAND)
+CONTENDERS = (PROVIDERS[0], TRITON, FLEX)
 
 
-def measure(
-    case: PrefillCase, contenders: Sequence[Provider], pool: KVPool, rounds: int
-) -> tuple[dict[str, Measurement], dict[str, object]]:
-    """Check, then time, every contender on one case; with the timing part of the workload."""
-    results = check(case, list(contenders), pool)
-    sets = make_input_sets(case, pool, count=INPUT_SETS)
-    right = [p for p in contenders if results[p.name].status == OK]
-    if right:
-        contenders = [Contender(p.name, tuple(p.bind(inputs) for inputs in sets)) for p in right]
-        for provider, timing in zip(right, time_rotating(contenders, rounds), strict=True):
-            results[provider.name] = Measurement(OK, results[provider.name].rel_error, timing)
+def shape_of(case: PrefillCase) -> PrefillCase:
+    """The same call from an FP8 cache."""
+    return replace(case, kv_cache_dtype="fp8_e4m3")
+
+
+def measure_shape(
+    cases: Sequence[PrefillCase], providers: Sequence[Provider], rounds: int
+) -> dict[PrefillCase, tuple[dict[str, Measurement], dict[str, object]]]:
+    """Check all providers on cases that differ in the cache's dtype alone, then time all of them in
+    turn: the clocks of a call depend on what runs before it. With the timing parts of workloads."""
+    checked, contenders, owners, pools = {}, [], [], []
+    for case in cases:
+        pools.append(KVPool([case], "cuda"))
+        checked[case] = check(case, list(providers), pools[-1])
+        sets = make_input_sets(case, pools[-1], count=INPUT_SETS)
+        for provider in providers:
+            if checked[case][provider.name].status == OK:
+                name = f"{provider.name}, {case.kv_cache_dtype}"
+                calls = tuple(provider.bind(inputs) for inputs in sets)
+                contenders.append(Contender(name, calls))
+                owners.append((case, provider.name))
+    timings = time_rotating(contenders, rounds) if contenders else []
+    for (case, name), timing in zip(owners, timings, strict=True):
+        checked[case][name] = replace(checked[case][name], rotating=timing)
     method = {
         "timing": "cuda graph, median",
-        "input_sets": len(sets),
-        "calls_per_graph": calls_per_graph(len(sets)),
+        "input_sets": INPUT_SETS,
+        "calls_per_graph": calls_per_graph(INPUT_SETS),
         "rounds": rounds,
+        "in_turn": [contender.name for contender in contenders],
     }
-    return results, method
+    return {case: (results, method) for case, results in checked.items()}
 
 
 def run(
@@ -108,12 +114,22 @@ def run(
     rounds: int,
     keep: Keep,
 ) -> list[dict[str, Any]]:
-    """Rows of all cases and contenders."""
+    """Rows of all cases and contenders, shape by shape."""
     ceilings = device_ceilings(ceiling_buffer(), median_us)
+    shapes: dict[PrefillCase, list[PrefillCase]] = {}
+    for case in cases:
+        shapes.setdefault(shape_of(case), []).append(case)
+    measured: dict[PrefillCase, tuple[dict[str, Measurement], dict[str, object]]] = {}
+
+    def measure(case: PrefillCase) -> tuple[dict[str, Measurement], dict[str, object]]:
+        if case not in measured:
+            measured.update(measure_shape(shapes[shape_of(case)], contenders, rounds))
+        return measured[case]
+
     return collect(
-        cases,
+        [case for alike in shapes.values() for case in alike],
         lambda case: KVPool([case], "cuda"),
-        lambda case, pool: measure(case, contenders, pool, rounds),
+        lambda case, pool: measure(case),
         contenders,
         machine,
         ceilings,

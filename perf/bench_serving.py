@@ -5,8 +5,9 @@
 Steps come from `perf.trace` (decode, verification of draft tokens and prefill chunks in one batch).
 A step's time is that of one layer of each kind, times the layers of that kind: attention over the
 paged cache, and the store of the step's new keys and values. Times are medians of interleaved
-rounds of CUDA-graph replays that rotate over more than 400 MB of K and V, averaged over sampled
-steps. A kind of layer that no kernel serves gives its configuration a reason instead of a time.
+rounds of CUDA-graph replays that rotate over 400 MB of K and V where 32 sets suffice; the mean of
+all steps is estimated from sampled ones (`perf.serving_estimate`), with its standard error. A kind
+of layer that no kernel serves gives its configuration a reason instead of a time.
 Beside the time stands what the dtype is for: how many tokens fit.
 """
 
@@ -33,7 +34,6 @@ from cute_kernels.reference.store import reshape_and_cache as store_reference
 from kvcache import can_run
 from perf import trace
 from perf.command import Keep, begin, finish, keeper
-from perf.inputs import ROTATED_BYTES
 from perf.providers import varlen_arguments
 from perf.rows import (
     OK,
@@ -42,14 +42,15 @@ from perf.rows import (
     make_row,
     make_workload,
 )
+from perf.serving_estimate import Steps, mean_of_all
 from perf.serving_inputs import (
     PAGE,
     StepInputs,
     attention_call,
     make_pool,
     make_step,
-    moved_bytes,
     pages_of,
+    rotated_bytes,
     set_count,
     store_arguments,
     store_call,
@@ -189,21 +190,15 @@ def kernels_in(layers: list[Layers], dtype: str, step: Step, part: str) -> list[
     return list(found)
 
 
-def calls_of(layer: Layers, part: str) -> int:
-    """How often a step runs this part for this kind; layers that share a cache store nothing."""
-    return layer.cached if part == "store" else layer.count
-
-
-def over_layers(layers: list[Layers], part: str, steps: list[dict[str, Timing]]) -> Timing:
-    """Microseconds of a step: each kind's timing times its calls, averaged over sampled steps."""
-    sums = [
-        [
-            sum(calls_of(kind, part) * getattr(step[kind.name], name) for kind in layers)
-            for step in steps
-        ]
-        for name in ("median_us", "min_us", "max_us")
-    ]
-    return Timing(*(statistics.fmean(values) for values in sums))
+def over_layers(layers: list[Layers], part: str, step: dict[str, Timing]) -> Timing:
+    """Microseconds of a step: each kind's timing times its calls."""
+    names = ("median_us", "min_us", "max_us")
+    return Timing(
+        *(
+            sum(trace.calls_of(kind, part) * getattr(step[kind.name], name) for kind in layers)
+            for name in names
+        )
+    )
 
 
 def verdict(layers: list[Layers], dtype: str, part: str) -> Measurement:
@@ -220,29 +215,38 @@ def verdict(layers: list[Layers], dtype: str, part: str) -> Measurement:
 def measure(
     layers: list[Layers],
     dtype: str,
-    steps: list[Step],
+    all_steps: Steps,
+    sampled: Steps,
     rounds: int,
     verdicts: dict[str, Measurement],
-) -> dict[str, Measurement]:
-    """Parts of the sampled steps of one kind, over all layers; those whose verdict is OK."""
+) -> tuple[dict[str, Measurement], dict[str, dict[str, float]]]:
+    """Parts of the steps of one kind, over all layers, of those whose verdict is OK; and what their
+    rows say about the standard errors of these means."""
     right = [part for part in PARTS if verdicts[part].status == OK]
     timings: list[dict[str, dict[str, Timing]]] = []
-    for step in steps if right else ():
+    for step in sampled.steps if right else ():
         timings.append(
             {kind.name: time_layer(kind, dtype, step.work, rounds, right) for kind in layers}
         )
-    found = dict(verdicts)
+    found, errors = dict(verdicts), {part: {} for part in PARTS}
     for part in right:
-        of_part = [{name: of[part] for name, of in step.items()} for step in timings]
-        timing = over_layers(layers, part, of_part)
-        found[part] = Measurement(OK, verdicts[part].rel_error, timing)
-    return found
+        of_part = [
+            over_layers(layers, part, {name: of[part] for name, of in step.items()})
+            for step in timings
+        ]
+        everywhere = statistics.fmean(all_steps.work(layers, part))
+        mean = mean_of_all(of_part, sampled.work(layers, part), everywhere)
+        found[part] = Measurement(OK, verdicts[part].rel_error, mean.timing)
+        if mean.standard_error is not None:
+            errors[part] = {"standard_error_us": float(f"{mean.standard_error:.3g}")}
+    return found, errors
 
 
 def facts_of(
-    spec: TraceSpec, steps: list[Step], sampled: list[Step], layers: list[Layers], kv_gib: float
+    spec: TraceSpec, all_steps: Steps, sampled: Steps, layers: list[Layers], kv_gib: float
 ) -> dict[str, Any]:
-    """The trace and the cache's capacity: a part of the workload."""
+    """The trace and the cache's capacity: a part of the workload. most_keys: that a step holds,
+    whether they fit or not."""
     requests = trace.make_requests(spec)
     length = round(statistics.fmean(r.prompt + r.output for r in requests))
     capacity = trace.capacity_tokens(layers, int(kv_gib * 2**30), length, PAGE)
@@ -250,12 +254,21 @@ def facts_of(
         "trace": asdict(spec),
         "input_tokens": sum(request.prompt for request in requests),
         "output_tokens": sum(request.output for request in requests),
-        "steps_in_trace": sum(step.kind == sampled[0].kind for step in steps),
-        "steps_measured": len(sampled),
+        "steps_in_trace": len(all_steps.steps),
+        "steps_measured": len(sampled.steps),
+        "sampling": "the middle ones of equal shares by work",
+        "most_keys": all_steps.most_keys,
         "kv_gib": kv_gib,
         "sequence_tokens": length,
         "kv_capacity_tokens": capacity,
     }
+
+
+def method_of(layers: list[Layers], sampled: Steps, rounds: int) -> dict[str, Any]:
+    """The timing part of a workload; the bytes of the layer and step that rotate over the
+    fewest."""
+    fewest = min(rotated_bytes(layer, step.work) for layer in layers for step in sampled.steps)
+    return {"timing": "cuda graph, median", "rotated_bytes": fewest, "rounds": rounds}
 
 
 @dataclass(frozen=True)
@@ -277,35 +290,34 @@ def run(
     `keep` gets those so far after each cell.
     """
     steps, rows = trace.simulate(options.spec), []
+    kinds = {
+        kind: (
+            Steps([step for step in steps if step.kind == kind]),
+            Steps(trace.sample(steps, kind, options.most_steps)),
+        )
+        for kind in (trace.PLAIN, trace.CHUNKED)
+        if any(step.kind == kind for step in steps)
+    }
     timed: list[tuple[dict[str, Any], list[Layers], Step, str]] = []
     ceilings = device_ceilings(ceiling_buffer(), median_us)
     for model, tp_size, dtype in tqdm(cells, file=sys.stderr, disable=None):
         config = json.loads((CONFIGS / f"{model}.json").read_text(encoding="utf-8"))
         layers = trace.layers_of(config, dtype, tp_size)
         verdicts = {part: verdict(layers, dtype, part) for part in PARTS}
-        for kind in (trace.PLAIN, trace.CHUNKED):
-            sampled = trace.sample(steps, kind, options.most_steps)
-            if not sampled:
-                continue
-            facts = facts_of(options.spec, steps, sampled, layers, options.kv_gib)
-            method = {"timing": "cuda graph, median", "rotated_bytes": ROTATED_BYTES}
-            method["rounds"] = options.rounds
-            results = measure(layers, dtype, sampled, options.rounds, verdicts)
+        for kind, (all_steps, sampled) in kinds.items():
+            facts = facts_of(options.spec, all_steps, sampled, layers, options.kv_gib)
+            method = method_of(layers, sampled, options.rounds)
+            results, errors = measure(layers, dtype, all_steps, sampled, options.rounds, verdicts)
             torch.cuda.empty_cache()
             for part, result in results.items():
                 case = ServingCase(model, tp_size, dtype, kind, part, tuple(facts.items()))
-                moved = sum(
-                    calls_of(layer, part) * moved_bytes(layer, step.work, part)
-                    for layer in layers
-                    for step in sampled
-                )
                 workload = make_workload(case, machine, method)
-                size = moved // len(sampled)
+                size = round(statistics.fmean(all_steps.moved(layers, part)))
                 ceiling = ceilings["read_tb_per_s"]
                 row = make_row(OURS, case, result, workload, machine, ceiling, size, ceilings)
-                rows.append(row)
+                rows.append(row | errors[part])
                 if result.status == OK:
-                    timed.append((row, layers, sampled[0], part))
+                    timed.append((rows[-1], layers, sampled.steps[0], part))
         keep(rows)
     # At the end: a profiler that was used may stay in the way of later launches.
     for row, layers, step, part in timed:
@@ -333,6 +345,7 @@ def print_report(rows: list[dict[str, Any]]) -> None:
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1))
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write result rows")
 @click.option("--commit", help="what to record where there is no git repository")
+@click.option("--list", "list_only", is_flag=True, help="print what is measured and stop")
 def main(
     models: tuple[str, ...],
     tp_sizes: tuple[int, ...],
@@ -342,9 +355,14 @@ def main(
     rounds: int,
     json_path: str | None,
     commit: str | None,
+    list_only: bool,
 ) -> None:
-    machine = begin("perf.bench_serving", commit)
     cells = [(m, tp, dtype) for tp in tp_sizes for m in models for dtype in dtypes]
+    if list_only:
+        for model, tp_size, dtype in cells:
+            click.echo(f"{model} TP{tp_size} {dtype}")
+        return
+    machine = begin("perf.bench_serving", commit)
     options = Options(TraceSpec(), steps, kv_gib, rounds)
     finish(run(cells, machine, options, keeper(json_path)), json_path, print_report)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from perf.providers import NOT_INSTALLED
-from perf.rows import OK, Measurement
+from perf.rows import BY_HAND, OK, Measurement
 from perf.writers import OURS, Benchmark, command
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384, 65536)
@@ -143,11 +143,12 @@ def check(provider: str, case: StoreCase) -> Measurement:
     return Measurement(status, share)
 
 
+BENCHMARK = Benchmark(make_arguments, bind, check, BY_HAND)
 main = command(
     "perf.bench_store",
     "Time stores of new keys and values into an fp8 or nvfp4 cache.",
     CASES,
-    Benchmark(make_arguments, bind, check),
+    BENCHMARK,
 )
 
 if __name__ == "__main__":

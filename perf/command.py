@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -37,11 +38,29 @@ def choose(cases: Sequence[AnyCase], patterns: Sequence[str]) -> list[AnyCase]:
         raise click.UsageError(str(error)) from None
 
 
+def folder_of(path: str | Path) -> Path:
+    """Where a file is to be written; asked before what takes long.
+
+    Raises:
+        ClickException: there is no such folder.
+    """
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise click.ClickException(f"{path}: no such folder")
+    return folder
+
+
 Keep = Callable[[list[dict[str, Any]]], None]
 
 
 def keeper(json_path: str | None) -> Keep:
-    """Writes the rows so far, for runs that may be cut off; nothing without a path."""
+    """Writes the rows so far, for runs that may be cut off; nothing without a path.
+
+    Raises:
+        ClickException: there is no folder for it.
+    """
+    if json_path:
+        folder_of(json_path)
 
     def keep(rows: list[dict[str, Any]]) -> None:
         if json_path:

@@ -16,13 +16,14 @@ then printed with the result. Nothing else may. Rows of one file are compared if
 them; of two files, if they are not one run.
 
 With `--within` the exit status is also 1 where a time is further off, where a case that had a time
-has none now, and where no two times were found. What the two devices reached (`ceilings`) is
-compared too: times of a device that was slowed down say nothing about the code.
+has none now or is not there, and where no two times were found. What the two devices reached
+(`ceilings`) is compared too: times of a device that was slowed down say nothing about the code.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,16 +34,15 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from perf.reading import BadFile, read_rows
 from perf.report import plot_speedups
-from perf.rows import DIRTY, OK, UNKNOWN, check_row, read_rows
+from perf.rows import DIRTY, OK, RUN_FIELDS, UNKNOWN, canonical, check_row
 
 Row = Mapping[str, Any]
 Differences = dict[str, tuple[Any, Any]]
 _ABSENT = "(absent)"
 # What does not describe the work, but the machine it was measured on, and how often.
 MACHINE = ("gpu", "driver", "versions", "clocks", "rounds")
-# What rows of one process have in common.
-RUN = ("date", "commit", "command", "sources")
 # Ceilings of one card differ by up to 2 % from day to day.
 CEILINGS_APART = 0.03
 
@@ -74,24 +74,26 @@ class Comparison:
         return self.old["median_us"] / self.new["median_us"]
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings by dotted name: `versions.torch`."""
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    leaves: dict[str, Any] = {}
+def flatten(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Leaves of nested mappings by their path; an empty mapping is one."""
+    if not isinstance(value, Mapping) or not value:
+        return {path: value}
+    leaves: dict[tuple[str, ...], Any] = {}
     for key, inner in value.items():
-        leaves.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
+        leaves.update(flatten(inner, (*path, str(key))))
     return leaves
 
 
+def _name(path: tuple[str, ...]) -> str:
+    """`versions.torch`; a key with a dot of its own is quoted."""
+    return ".".join(repr(key) if "." in key else key for key in path)
+
+
 def differing(old: Row, new: Row) -> Differences:
-    """Fields of two mappings that differ, each with both values."""
+    """Fields of two mappings that differ, be it in their type, each with both values."""
     a, b = flatten(old), flatten(new)
-    return {
-        name: (a.get(name, _ABSENT), b.get(name, _ABSENT))
-        for name in sorted({*a, *b})
-        if a.get(name, _ABSENT) != b.get(name, _ABSENT)
-    }
+    both = {path: (a.get(path, _ABSENT), b.get(path, _ABSENT)) for path in sorted({*a, *b})}
+    return {_name(path): two for path, two in both.items() if len(set(map(canonical, two))) > 1}
 
 
 def differing_fields(old: Row, new: Row) -> Differences:
@@ -143,7 +145,7 @@ def compare(old: Row, new: Row, allow: Collection[str] = (), one_run: bool = Fal
     refused = {name: both for name, both in fields.items() if name not in machines}
     if refused:
         raise NotComparable(f"{old['case']}: the workloads differ in {in_words(refused)}")
-    runs = differing(*({name: row.get(name, UNKNOWN) for name in RUN} for row in (old, new)))
+    runs = differing(*({name: row.get(name, UNKNOWN) for name in RUN_FIELDS} for row in (old, new)))
     if one_run and runs:
         raise NotComparable(f"{old['case']}: rows of two runs, which differ in {in_words(runs)}")
     if not one_run and not runs and old["provider"] == new["provider"]:
@@ -207,8 +209,8 @@ def unpaired(files: Sequence[Sequence[Row]], provider: str) -> list[str]:
 def _read(path: str) -> list[dict[str, Any]]:
     try:
         return read_rows(path)
-    except ValueError as error:
-        raise click.ClickException(f"{path}: {error}") from None
+    except BadFile as error:
+        raise click.ClickException(f"{Path(path).parent}/{error}") from None
 
 
 def _kinds(rows: list[dict]) -> str:
@@ -238,7 +240,32 @@ def put_together(files: Sequence[Sequence[Row]], provider: str, allow: Collectio
             found.skipped[str(error)] += 1
             if old["status"] == OK:
                 found.lost.append(f"{old['case']}: {new['status']}")
+    if len(files) == 2:
+        cases = {row["case"] for row in files[1] if row["provider"] == provider}
+        for row in files[0]:
+            if row["provider"] == provider and row["status"] == OK and row["case"] not in cases:
+                found.lost.append(f"{row['case']}: not in the new run")
     return found
+
+
+def check_outputs(results: Sequence[str], outputs: Sequence[str | None]) -> None:
+    """Refuse to write where something is read, or where there is no folder.
+
+    Raises:
+        UsageError: such a path.
+    """
+    inputs = {Path(path).resolve() for path in results}
+    for path in filter(None, outputs):
+        if Path(path).resolve() in inputs:
+            raise click.UsageError(f"{path} is a result that is read")
+        if not Path(path).parent.is_dir():
+            raise click.UsageError(f"{path}: no such folder")
+
+
+def _percent(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not 0 <= value < math.inf:
+        raise click.BadParameter(f"{value} is no number of percent")
+    return value
 
 
 def make_table(found: Found, provider: str, one_run: bool) -> Table:
@@ -281,7 +308,7 @@ def disagreements(found: Found, within: float) -> list[str]:
 
 
 @click.command(help="Compare result rows of equal workloads; refuse all others.")
-@click.argument("results", nargs=-1, required=True, type=click.Path(exists=True))
+@click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--provider", default="cute_kernels", show_default=True)
 @click.option(
     "--allow", multiple=True, type=click.Choice(MACHINE), help="what of two machines may differ"
@@ -289,7 +316,11 @@ def disagreements(found: Found, within: float) -> list[str]:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write the comparisons")
 @click.option("--png", "png_path", type=click.Path(dir_okay=False), help="write a plot of them")
 @click.option(
-    "--within", type=click.FloatRange(min=0), metavar="PERCENT", help="fail where times differ more"
+    "--within",
+    type=float,
+    callback=_percent,
+    metavar="PERCENT",
+    help="fail where times differ more",
 )
 def main(
     results: tuple[str, ...],
@@ -301,6 +332,7 @@ def main(
 ) -> None:
     if len(results) > 2:
         raise click.UsageError("one or two result files")
+    check_outputs(results, (json_path, png_path))
     files = [_read(path) for path in results]
     found = put_together(files, provider, allow)
     if not (found.comparisons or found.refused or found.skipped):
@@ -315,13 +347,16 @@ def main(
             click.echo(f"{path}: {machine}")
         for name, kernels in kernels_by_provider(rows).items():
             click.echo(f"{path}: {name} ran {', '.join(kernels)}")
-    Console(width=120).print(make_table(found, provider, len(files) == 1))
+    Console(width=120, markup=False).print(make_table(found, provider, len(files) == 1))
     if json_path:
         text = json.dumps([as_json(each) for each in found.comparisons], indent=1)
         Path(json_path).write_text(text + "\n", encoding="utf-8")
     if png_path and found.comparisons:
         ratios = [(c.old["case"], c.old["provider"], c.speedup) for c in found.comparisons]
-        plot_speedups(ratios, png_path)
+        try:
+            plot_speedups(ratios, png_path)
+        except (ImportError, OSError, ValueError) as error:
+            raise click.ClickException(f"{png_path}: {error}") from None
     apart = [] if within is None else disagreements(found, within)
     for line in [*notes(files, provider, found), *apart]:
         click.echo(line)

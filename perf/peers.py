@@ -2,7 +2,9 @@
 
 Written for vLLM 0.33 and FlashInfer 0.7; imports happen in the bind functions, so a peer costs
 nothing where it is not installed. What cannot be captured in a graph (plans, scales on the host) is
-done when binding. Of them this project has run torch's on a GPU, no other yet.
+done when binding. Of them this project has run torch's and vLLM's Triton kernel on a GPU, the
+latter from vLLM's Python files with an empty module in place of its compiled operators, which that
+kernel does not call.
 """
 
 from __future__ import annotations

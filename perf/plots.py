@@ -1,17 +1,21 @@
 """Plots of result files as SVG, the same bytes for the same data and matplotlib.
 
-A plot is drawn from its `data` alone, and the file carries their fingerprint, so that a check
-whether the committed plots are those of the committed results needs no matplotlib.
+A plot is drawn from its `data` alone, and the file carries their fingerprint and the matplotlib
+that drew it: a check whether the committed plots are those of the committed results draws them
+again where it can, and needs no matplotlib.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from perf.report import plot_bandwidth
+from perf.ceilings import share
+from perf.report import plot_bandwidth, title_of
 from perf.rows import OK, fingerprint
 from perf.sections import BASELINE, ResultFile
 from perf.targets import OURS, tflops
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
 # Text stays text, ids and dates do not change from run to run.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "perf"}
+_DRAWN_BY = re.compile(r">Matplotlib ([^<]+)<")
 
 
 @dataclass(frozen=True)
@@ -36,24 +41,49 @@ class Plot:
         return fingerprint(self.data)
 
     def is_current(self, folder: Path) -> bool:
-        """Whether the file in a folder shows these data."""
+        """Whether the file in a folder shows these data: where the matplotlib is here that drew it,
+        it must be what is drawn now."""
         path = folder / self.name
-        return path.exists() and self.digest in path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        drawn_by = _DRAWN_BY.search(text)
+        if self.digest not in text or drawn_by is None:
+            return False
+        return drawn_by.group(1) != _matplotlib() or text == self.drawn()
 
-    def write(self, folder: Path) -> None:
-        """Draw the file.
+    def drawn(self) -> str:
+        """The file's text.
 
         Raises:
             ImportError: matplotlib is missing (the extra `bench` has it).
         """
         import matplotlib
 
+        creator = f"Matplotlib {matplotlib.__version__}"
+        metadata = {"Date": None, "Creator": creator, "Identifier": self.digest}
+        with TemporaryDirectory() as folder, matplotlib.rc_context(STYLE):
+            path = Path(folder) / self.name
+            self.draw(self.data, path, metadata)
+            lines = path.read_text(encoding="utf-8").splitlines()
+        return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Draw the file.
+
+        Raises:
+            ImportError: as `drawn`.
+        """
+        text = self.drawn()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / self.name
-        with matplotlib.rc_context(STYLE):
-            self.draw(self.data, path, {"Date": None, "Creator": None, "Identifier": self.digest})
-        lines = path.read_text(encoding="utf-8").splitlines()
-        path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+        (folder / self.name).write_text(text, encoding="utf-8")
+
+
+def _matplotlib() -> str | None:
+    """The release that is here."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    return matplotlib.__version__
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -77,7 +107,8 @@ def decode(file: ResultFile) -> Plot | None:
         for row in file.rows
         if row["status"] == OK
     ]
-    return Plot(f"{file.label}.svg", {"rows": rows}, _draw_decode) if rows else None
+    data = {"title": title_of(rows), "rows": rows} if rows else {}
+    return Plot(f"{file.label}.svg", data, _draw_decode) if rows else None
 
 
 def _draw_prefill(data: Mapping[str, Any], path: Path, metadata: Mapping[str, str | None]) -> None:
@@ -105,7 +136,7 @@ def prefill(file: ResultFile) -> Plot | None:
             series.setdefault(row["provider"], {})[row["case"]] = round(tflops(row), 1)
     if not series:
         return None
-    title = f"prefill, {file.rows[0]['kv_cache_dtype']} KV cache, {file.rows[0]['gpu']}"
+    title = title_of([row for row in file.rows if row["status"] == OK])
     return Plot(f"{file.label}.svg", {"title": title, "tflops": series}, _draw_prefill)
 
 
@@ -127,7 +158,7 @@ def _draw_store(data: Mapping[str, Any], path: Path, metadata: Mapping[str, str 
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens a call")
-    axes.set_ylabel("% of the rate of a copy of as many bytes")
+    axes.set_ylabel("% of the rate of a copy")
     axes.set_title(data["title"])
     figure.legend(loc="outside right center", fontsize=8)
     figure.savefig(path, metadata=metadata)
@@ -146,7 +177,7 @@ def store(file: ResultFile) -> Plot | None:
             new = {"provider": provider, "kv_cache_dtype": dtype}
             line = lines.setdefault((provider, dtype), new | {"tokens": [], "pct_of_ceiling": []})
             line["tokens"].append(row["batch"])
-            line["pct_of_ceiling"].append(row["pct_of_ceiling"])
+            line["pct_of_ceiling"].append(round(share(row, file.rows), 1))
     heads, size = (timed[0][name] for name in shape)
     title = f"store, {heads} KV heads, head size {size}, {timed[0]['gpu']}"
     return Plot(f"{file.label}.svg", {"title": title, "lines": [*lines.values()]}, _draw_store)

@@ -1,4 +1,4 @@
-"""docs/performance.md, its plots and the README's results, from the files in perf/results.
+"""docs/performance.md, its plots, the README's results and the figures of docs/, from perf/results.
 
     python -m perf.render            write what is not as the results say
     python -m perf.render --check    write nothing; exit status 1 if something would be written
@@ -10,17 +10,17 @@ when its data have changed; that takes matplotlib (the extra `bench`), nothing e
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from datetime import date
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 
-from perf import plots
-from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement, read_accuracy
-from perf.rows import read_json, read_rows
+from perf import doc_blocks, origin, plots
+from perf.accuracy_sections import accuracy_summary, accuracy_table, agreement
+from perf.committed import RESULTS, Results, fewer, read_results
+from perf.reading import naming
 from perf.sections import (
     ResultFile,
     between_runs,
@@ -35,48 +35,26 @@ from perf.sections import (
     timed_table,
 )
 from perf.serving_sections import serving_summary, serving_table
+from perf.wording import COPIES, PREFILL, SHAPES, TIMES
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, DOCUMENT, PLOTS, README = "perf/results", "docs/performance.md", "docs/plots", "README.md"
+DOCUMENT, PLOTS, README = "docs/performance.md", "docs/plots", "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-_NAME = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)_(?P<label>(?P<kind>[a-z]+)_\w+)\.json")
 _COMMAND = "python -m perf.render"
 
-TIMES = (
-    "`us`: median microseconds of a call inside a CUDA graph. `ratio`: how many times our time the "
-    "other provider took in the same process; bold where we lose by more than 1 %."
-)
-SHAPES = (
-    "B sequences of S keys, query/KV heads, head size D; q query tokens each (else one), w keys of "
-    "a sliding window."
-)
 INTRODUCTION = (
     f"Every number here comes from a file in `{RESULTS}`; `{_COMMAND}` writes this page anew. "
     "[perf/README.md](../perf/README.md) says what is measured and how, "
     "[perf/NOTES.md](../perf/NOTES.md) what was predicted before. All rows of a file are shown, "
     "those that we lose included. Compare rows of one file: other files come from other days and "
-    "machines, which each names. A commit that ends in `-dirty` had changes that were not in it."
+    "machines, which each names. A commit that ends in `-dirty` had changes that were not in it; "
+    f"where rows recorded their sources, [{origin.FILE}](../{RESULTS}/{origin.FILE}) has those of "
+    "the commits, and what differs is said."
 )
 
 
-def _read_load(path: Path) -> list[dict[str, Any]]:
-    """Rows of `perf.bench_load`, each with what the file says about the machine."""
-    about = read_json(path)
-    rows = about.pop("rows")
-    return [about | row for row in rows]
-
-
-def _read_demo(path: Path) -> list[dict[str, Any]]:
-    """Runs of the demo: what it wrote, or a list of that, made flat."""
-    found = read_json(path)
-    return [
-        run | run.get("quality", {}) | run.get("generation", {})
-        for run in (found if isinstance(found, list) else [found])
-    ]
-
-
 class Kind(NamedTuple):
-    """How a kind of result is read and shown.
+    """How a kind of result is shown.
 
     about, details: what its tables mean; the second for docs/performance.md only. brief: the
     README's table; kinds without one stay out of it. timed: rows of `perf.rows`. between: what two
@@ -85,7 +63,6 @@ class Kind(NamedTuple):
 
     name: str
     title: str
-    read: Callable[[Path], list[dict[str, Any]]]
     table: Callable[[ResultFile], str]
     about: str = ""
     details: str = ""
@@ -107,10 +84,10 @@ KINDS = (
     Kind(
         name="decode",
         title="Decode",
-        read=read_rows,
         table=_whole,
         about=f"{SHAPES} TB/s count each K and V byte that the mask shows once; the read ceiling "
-        "is what a large reduction reads in the same process, and a kernel may read faster. "
+        "is what a reduction of 2 GiB reads in the same process (before that size was recorded: of "
+        "the cases' own inputs), and a kernel may read faster. "
         "`of the loader`: of what our kernel's loads alone reach there.",
         details="`min..max`: over the rounds. `1/graph` and `host`: us with one call per graph, "
         "and of the host for an eager call. `error`: relative, against float64.",
@@ -121,9 +98,8 @@ KINDS = (
     Kind(
         name="prefill",
         title="Prefill",
-        read=read_rows,
         table=_whole,
-        about="TFLOP/s count the (query, key) pairs inside the mask, 4 D operations each.",
+        about=PREFILL,
         details=f"{SHAPES} `error`: relative, against float64.",
         plot=plots.prefill,
         brief=_brief,
@@ -132,9 +108,8 @@ KINDS = (
     Kind(
         name="store",
         title="Storing new keys and values",
-        read=read_rows,
         table=_whole,
-        about="A copy that moves as many bytes, in the same process, is the ceiling.",
+        about=COPIES,
         details="`reshape_and_cache` of T tokens, KV heads x head size. `error`: share of the "
         "bytes that differ from the reference.",
         plot=plots.store,
@@ -144,12 +119,10 @@ KINDS = (
     Kind(
         name="indexer",
         title="The DeepSeek-V4 indexer's fused steps",
-        read=read_rows,
         table=_whole,
         about="`fused_indexer_q_rope_quant` (Q, 64 heads of 128) and `compress_norm_rope_insert` "
         "(K, windows of 8 or 128 state rows) of T tokens. Of up to 256 tokens each completes a row "
-        "of K, of more every 4th or 128th. A copy that moves as many bytes, in the same process, "
-        "is the ceiling.",
+        f"of K, of more every 4th or 128th. {COPIES}",
         details="`error`: share of the written bytes that differ from the reference.",
         brief=indexer_summary,
         timed=True,
@@ -157,7 +130,6 @@ KINDS = (
     Kind(
         name="serving",
         title="Whole serving steps",
-        read=read_rows,
         table=serving_table,
         about="Attention and store over all layers of a model on one device, per step of a fixed "
         "trace (`perf/trace.py`): sequences that decode, sequences that verify draft tokens, and "
@@ -165,13 +137,12 @@ KINDS = (
         "A bf16 cache is stored by torch's `index_copy_`.",
         brief=serving_summary,
     ),
-    Kind(name="load", title="Loading kernels from a bundle", read=_read_load, table=load_table),
+    Kind(name="load", title="Loading kernels from a bundle", table=load_table),
     Kind(
         name="accuracy",
         title="Accuracy: real models by KV cache dtype",
-        read=read_accuracy,
         table=accuracy_table,
-        about="Against a bf16 cache on the same tokens, +- one standard error, over blocks of 128 "
+        about="Against a bf16 cache on the same tokens, +- one standard error, over blocks of "
         "tokens: neighbours are alike, and errors that take them as independent are too small.",
         details="Of greedy tokens the error is over prompts, of embeddings over texts; where none "
         "differs none is shown, which n texts cannot tell from 3 / n. KL: of the next token's "
@@ -186,56 +157,22 @@ KINDS = (
     Kind(
         name="perplexity",
         title="Perplexity with and without rotated keys",
-        read=read_json,
         table=perplexity_table,
         about="Change against a bf16 cache, +- one standard error of the paired differences over "
-        "tokens; read a change below two as none.",
+        "tokens, taken as independent, so too small; read a change below two as none. By "
+        "`perf.perplexity`, of which `perf.accuracy` has taken the place.",
         plot=plots.perplexity,
     ),
     Kind(
         name="demo",
         title="The demo",
-        read=_read_demo,
         table=demo_table,
-        about="What `make demo` reports: perplexity with a bf16 and an FP8 cache, and, where it "
+        about="What `make demo` reports: perplexity with a bf16 and an FP8 cache (errors take "
+        "tokens as independent, so they are too small), and, where it "
         "compared them, the greedy tokens that kernel and torch reference choose alike: `as "
         "reference` at each step from one cache, `leading` with a cache each, until they differ.",
     ),
 )
-
-
-def check_date(file: ResultFile) -> None:
-    """The newest file of a label is shown: its name's date must be that of its rows, or that of the
-    day before, when a run of several began.
-
-    Raises:
-        ValueError: it is not.
-    """
-    day = date.fromisoformat(file.date)
-    for row in file.rows:
-        if "date" in row and not 0 <= (date.fromisoformat(row["date"][:10]) - day).days <= 1:
-            raise ValueError(f"{file.path.name}: a row of {row['date']}")
-
-
-def find(folder: Path) -> dict[str, list[list[ResultFile]]]:
-    """Files of each kind by label, newest first, short labels first.
-
-    Raises:
-        ValueError: a result file whose rows `perf.rows` refuses, or `check_date` does.
-    """
-    kinds = {kind.name: kind for kind in KINDS}
-    found: dict[str, dict[str, list[ResultFile]]] = {name: {} for name in kinds}
-    for path in sorted(folder.glob("*.json"), reverse=True):
-        name = _NAME.fullmatch(path.name)
-        if name and name["kind"] in kinds:
-            rows = kinds[name["kind"]].read(path)
-            file = ResultFile(path, name["kind"], name["label"], name["date"], rows)
-            check_date(file)
-            found[name["kind"]].setdefault(name["label"], []).append(file)
-    return {
-        kind: sorted(labels.values(), key=lambda files: (files[0].label.count("_"), files[0].label))
-        for kind, labels in found.items()
-    }
 
 
 def _plots_of(kind: Kind, file: ResultFile) -> list[plots.Plot]:
@@ -243,16 +180,19 @@ def _plots_of(kind: Kind, file: ResultFile) -> list[plots.Plot]:
     return [plot] if plot else []
 
 
-def remark(file: ResultFile) -> str:
-    """What whoever measured has to say about a file that its rows cannot tell."""
-    path = file.path.with_name("remarks.json")
-    return read_json(path).get(file.path.name, "") if path.exists() else ""
+def said(results: Results, files: Sequence[ResultFile]) -> str:
+    """What a file's tables do not tell: other sources, fewer cases, what someone remarked."""
+    remark = results.remarks.get(files[0].path.name, "")
+    parts = [origin.told(files[0].rows, results.commits)]
+    parts.append(f"**This file has {fewer(files)}.**" if fewer(files) else "")
+    return " ".join(part for part in [*parts, remark and f"Remark: {remark}"] if part)
 
 
-def _section(kind: Kind, files: list[ResultFile]) -> list[str]:
+def _section(kind: Kind, files: list[ResultFile], results: Results) -> list[str]:
     """Paragraphs of one label: the newest file, and times against the one before."""
     file, *older = files
-    parts = [f"### {file.label}, {file.date}", provenance(file, f"../{RESULTS}"), remark(file)]
+    parts = [f"### {file.label}, {file.date}", provenance(file, f"../{RESULTS}")]
+    parts.append(said(results, files))
     if kind.timed:
         parts.append(standing(file))
     parts.append(kind.table(file))
@@ -267,7 +207,7 @@ def _section(kind: Kind, files: list[ResultFile]) -> list[str]:
     return parts
 
 
-def document(found: dict[str, list[list[ResultFile]]], folder: Path) -> str:
+def document(results: Results) -> str:
     """docs/performance.md."""
     parts = [
         f"<!-- Written by `{_COMMAND}`; edit perf/render.py or the results, not this. -->",
@@ -275,20 +215,21 @@ def document(found: dict[str, list[list[ResultFile]]], folder: Path) -> str:
         INTRODUCTION,
         TIMES,
     ]
-    shown = set()
+    shown, found = {results.folder / origin.FILE}, results.files
     for kind in KINDS:
         if found[kind.name]:
             parts += [f"## {kind.title}", f"{kind.about} {kind.details}".strip()]
         for files in found[kind.name]:
             shown.add(files[0].path)
-            parts += _section(kind, files)
-            if kind.between is not None:
-                parts += [
-                    kind.between(files[0], other[0])
-                    for other in found[kind.name]
-                    if other[0].label > files[0].label
-                ]
-    others = [path for path in sorted(folder.iterdir()) if path.is_file() and path not in shown]
+            with naming(files[0].path.name):
+                parts += _section(kind, files, results)
+                if kind.between is not None:
+                    parts += [
+                        kind.between(files[0], other[0])
+                        for other in found[kind.name]
+                        if other[0].label > files[0].label
+                    ]
+    others = [p for p in sorted(results.folder.iterdir()) if p.is_file() and p not in shown]
     parts += [
         "## Other result files",
         "Earlier runs, and files that other pages cite:",
@@ -297,21 +238,23 @@ def document(found: dict[str, list[list[ResultFile]]], folder: Path) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def readme_region(found: dict[str, list[list[ResultFile]]]) -> str:
+def readme_region(results: Results) -> str:
     """What stands between BEGIN and END in the README: the main files, in short."""
     parts = [
         f"Written by `{_COMMAND}`; [docs/performance.md](docs/performance.md) has all rows and "
         f"columns, commands, versions and plots.\n\n{TIMES}"
     ]
     for kind in KINDS:
-        labels = found[kind.name]
+        labels = results.files[kind.name]
         shortest = min((files[0].label.count("_") for files in labels), default=0)
-        for file, *_ in labels:
+        for files in labels:
+            file = files[0]
             if kind.brief is not None and file.label.count("_") == shortest:
-                parts.append(f"**{kind.title}.** {kind.about} {source(file, RESULTS)}.")
-                parts.append(remark(file))
-                parts.append(kind.brief(file))
-                parts.append(standing(file) if kind.timed else "")
+                with naming(file.path.name):
+                    parts.append(f"**{kind.title}.** {kind.about} {source(file, RESULTS)}.")
+                    parts.append(said(results, files))
+                    parts.append(kind.brief(file))
+                    parts.append(standing(file) if kind.timed else "")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -328,37 +271,50 @@ def with_region(readme: str, region: str) -> str:
     return f"{before}{BEGIN}\n{region}\n{END}{after}"
 
 
-def texts(root: Path) -> dict[str, str]:
+def texts(root: Path, results: Results) -> dict[str, str]:
     """What the generated files should hold, by path below `root`."""
-    found = find(root / RESULTS)
-    readme = (root / README).read_text(encoding="utf-8")
-    return {
-        DOCUMENT: document(found, root / RESULTS),
-        README: with_region(readme, readme_region(found)),
+    with naming(README):
+        readme = (root / README).read_text(encoding="utf-8")
+        readme = with_region(readme, readme_region(results))
+    found = {
+        DOCUMENT: document(results),
+        README: doc_blocks.with_blocks(README, readme, results.files, root),
+        **doc_blocks.pages(root, results.files),
     }
+    if results.commits:
+        found[f"{RESULTS}/{origin.FILE}"] = json.dumps(results.commits, indent=1) + "\n"
+    return found
 
 
-def all_plots(root: Path) -> list[plots.Plot]:
+def all_plots(results: Results) -> list[plots.Plot]:
     """The plots that docs/performance.md shows."""
-    found = find(root / RESULTS)
-    return [
-        plot for kind in KINDS for files in found[kind.name] for plot in _plots_of(kind, files[0])
-    ]
+    found = []
+    for kind in KINDS:
+        for file, *_ in results.files[kind.name]:
+            with naming(file.path.name):
+                found += _plots_of(kind, file)
+    return found
 
 
-def stale_texts(root: Path) -> dict[str, str]:
+def stale_texts(root: Path, results: Results) -> dict[str, str]:
     """Texts that are not as the results say."""
     return {
         name: text
-        for name, text in texts(root).items()
+        for name, text in texts(root, results).items()
         if not (root / name).exists() or (root / name).read_text(encoding="utf-8") != text
     }
 
 
-def stale_plots(root: Path) -> tuple[list[plots.Plot], list[Path]]:
-    """Plots to draw, and files in their folder that no result asks for."""
-    wanted, folder = all_plots(root), root / PLOTS
+def stale_plots(root: Path, results: Results) -> tuple[list[plots.Plot], list[Path]]:
+    """Plots to draw, and files in their folder that no result asks for.
+
+    Raises:
+        ValueError: a folder among them, which is left alone.
+    """
+    wanted, folder = all_plots(results), root / PLOTS
     left = {path.name for path in folder.glob("*")} - {plot.name for plot in wanted}
+    if folders := [name for name in sorted(left) if (folder / name).is_dir()]:
+        raise ValueError(f"{PLOTS}: {', '.join(folders)} is a folder, no plot")
     return [p for p in wanted if not p.is_current(folder)], [folder / name for name in sorted(left)]
 
 
@@ -368,9 +324,10 @@ def stale_plots(root: Path) -> tuple[list[plots.Plot], list[Path]]:
 @click.option("--root", default=ROOT, type=click.Path(exists=True, file_okay=False, path_type=Path))
 def main(check: bool, redraw: bool, root: Path) -> None:
     try:
-        stale = stale_texts(root)
-        drawings, left = stale_plots(root)
-    except ValueError as error:
+        results = read_results(root)
+        stale = stale_texts(root, results)
+        drawings, left = stale_plots(root, results)
+    except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     if check:
         names = [*stale, *(f"{PLOTS}/{plot.name}" for plot in drawings)]
@@ -386,7 +343,7 @@ def main(check: bool, redraw: bool, root: Path) -> None:
     for path in left:
         path.unlink()
         click.echo(f"removed {PLOTS}/{path.name}")
-    for plot in all_plots(root) if redraw else drawings:
+    for plot in all_plots(results) if redraw else drawings:
         try:
             plot.write(root / PLOTS)
         except ImportError as error:

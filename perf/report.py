@@ -74,7 +74,7 @@ def make_table(rows: Sequence[Row]) -> Table:
 
 def print_report(rows: Sequence[Row], console: Console | None = None) -> None:
     """The table, then the read ceiling and who is absent: last on the terminal, under 6 KB."""
-    console = console or Console(width=WIDTH)
+    console = console or Console(width=WIDTH, markup=False)
     console.print(make_table(rows))
     first = rows[0]
     console.print(
@@ -93,6 +93,13 @@ def print_report(rows: Sequence[Row], console: Console | None = None) -> None:
     notes += [f"no loader, as at {case}: {reason}" for reason, case in reasons.items()]
     for note in notes:
         console.print(note, markup=False, highlight=False)
+
+
+def title_of(rows: Sequence[Row]) -> str:
+    """Of a plot of rows: operation, card, and the dtypes of all caches that it shows."""
+    dtypes = list(dict.fromkeys(row["kv_cache_dtype"] for row in rows))
+    caches = f"{dtypes[0]} KV cache" if len(dtypes) == 1 else f"KV caches {', '.join(dtypes)}"
+    return f"{rows[0]['op']}, {caches}, {rows[0]['gpu']}"
 
 
 def plot_bandwidth(
@@ -129,7 +136,7 @@ def plot_bandwidth(
     axes.set_yticks(range(len(cases)), cases, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("TB/s of K and V, each byte counted once")
-    axes.set_title(f"{timed[0]['op']}, {timed[0]['kv_cache_dtype']} KV cache, {timed[0]['gpu']}")
+    axes.set_title(title_of(timed))
     figure.legend(loc="outside lower center", ncols=len(providers) + 1, fontsize=8)
     figure.savefig(path, dpi=150, metadata=metadata)
     pyplot.close(figure)

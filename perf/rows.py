@@ -14,7 +14,6 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +69,24 @@ OPTIONAL_FIELDS = (
     "loader_us",
     "pct_of_loader",
     "no_loader",
+    "tuning",
+    "standard_error_us",
 )
+MORE_FIGURES = ("loader_us", "pct_of_loader", "standard_error_us")
+# How the configuration of a baseline came about.
+TUNED, BY_HAND = "tuned for this shape", "set by hand"
+NEAREST = "of the nearest tuned shape"
+# Those that are text, and those that hold others.
+LINES = ("provider", "case", "status", "commit", "command", "date")
+LINES += ("clocks", "sources", "no_loader", "tuning")
+NESTED = {"workload": dict, "versions": dict, "ceilings": dict, "kernels": (list, type(None))}
 # What every workload says, whatever else describes it.
 WORKLOAD_FIELDS = (*SHAPE_FIELDS, "timing", "rounds", "gpu", "driver", "versions")
+# What rows of one process have in common.
+RUN_FIELDS = ("date", "commit", "command", "sources")
 UNKNOWN = "unknown"
 DIRTY = "-dirty"
+SOURCE_FOLDERS = ("cute_kernels", "perf")
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flashinfer-python", "vllm")
 
 
@@ -123,7 +135,9 @@ def _commit() -> str:
     commit = _output_of("git", "rev-parse", "HEAD")
     if commit is None:
         return UNKNOWN
-    return commit + (DIRTY if _output_of("git", "status", "--porcelain") else "")
+    # Results are no part of what runs; those of the run itself would make all after it dirty.
+    paths = (":(top)", ":(top,exclude)perf/results")
+    return commit + (DIRTY if _output_of("git", "status", "--porcelain", "--", *paths) else "")
 
 
 def _versions() -> dict[str, str]:
@@ -145,11 +159,15 @@ def _clocks() -> str:
     return f"SM up to {values[0]} MHz, memory {values[1]} MHz, {values[2]} W"
 
 
-def sources() -> str:
+def sources(root: Path | None = None) -> str:
     """SHA-256 of the kernels' and the measurements' source files, shortened: a checkout of the
-    commit that a row names has them, or the row is of other code."""
-    folder = Path(__file__).parent
-    found = {name: package_fingerprint(folder.parent / name) for name in ("cute_kernels", "perf")}
+    commit that a row names has them, or the row is of other code (`perf.origin`).
+
+    Args:
+        root: of a tree with both; the one that this runs from by default.
+    """
+    root = root or Path(__file__).parents[1]
+    found = {name: package_fingerprint(root / name) for name in SOURCE_FOLDERS}
     return ", ".join(f"{name} {digest[:16]}" for name, digest in found.items())
 
 
@@ -170,10 +188,19 @@ def describe_machine(command: str, commit: str | None = None) -> Machine:
     )
 
 
+def canonical(value: Any) -> str:
+    """JSON that tells 64 from 64.0 and 0 from false, whatever the order of keys."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def fingerprint(workload: Mapping[str, Any]) -> str:
     """SHA-256 of a workload's canonical JSON."""
-    text = json.dumps(workload, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(canonical(workload).encode()).hexdigest()
+
+
+def same_run(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether one process made both rows."""
+    return all(one.get(name, UNKNOWN) == other.get(name, UNKNOWN) for name in RUN_FIELDS)
 
 
 def make_workload(case: DecodeCase, machine: Machine, method: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +292,13 @@ def make_rows(
 
 def is_number(value: object) -> bool:
     """Whether it is a finite number, which true, "1" and NaN are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and -1e300 < value < 1e300
+
+
+def is_line(value: object) -> bool:
+    """Whether it is text that fits into a line of a table."""
+    return isinstance(value, str) and bool(value) and value.isprintable()
 
 
 def check_row(row: Mapping[str, Any]) -> None:
@@ -282,17 +315,22 @@ def check_row(row: Mapping[str, Any]) -> None:
     if difference:
         raise ValueError(f"result row: missing or unknown fields {sorted(difference)}")
     where = f"result row {row['provider']!r}, {row['case']!r}"
+    for name in LINES:
+        if not is_line(row.get(name, UNKNOWN)):
+            raise ValueError(f"{where}: {name} is {row[name]!r}, no line of text")
+    for name, kinds in NESTED.items():
+        if name in row and not isinstance(row[name], kinds):
+            raise ValueError(f"{where}: {name} is {row[name]!r}")
+    if not all(map(is_line, row.get("kernels") or ())):
+        raise ValueError(f"{where}: kernels are {row['kernels']!r}")
     missing = [name for name in WORKLOAD_FIELDS if name not in row["workload"]]
     if missing:
         raise ValueError(f"{where}: its workload does not say {', '.join(missing)}")
     if row["fingerprint"] != fingerprint(row["workload"]):
         raise ValueError(f"{where}: the fingerprint is not that of its workload")
     for name in (*SHAPE_FIELDS, "gpu", "driver", "versions"):
-        if row[name] != row["workload"][name]:
+        if canonical(row[name]) != canonical(row["workload"][name]):
             raise ValueError(f"{where}: {name} is {row[name]!r}, not as in its workload")
-    for name in ("provider", "case", "status", "commit", "command", "date"):
-        if not isinstance(row[name], str) or not row[name]:
-            raise ValueError(f"{where}: {name} is {row[name]!r}")
     _check_figures(row, where)
 
 
@@ -300,7 +338,7 @@ def _check_figures(row: Mapping[str, Any], where: str) -> None:
     """Times that are times, and only where the result was right."""
     if (row["status"] == OK) != (row["median_us"] is not None):
         raise ValueError(f"{where}: status {row['status']!r}, median_us {row['median_us']}")
-    figures = {name: row.get(name) for name in (*MEASURED_FIELDS, "loader_us", "pct_of_loader")}
+    figures = {name: row.get(name) for name in (*MEASURED_FIELDS, *MORE_FIGURES)}
     figures |= {"read_ceiling_tb_per_s": row["read_ceiling_tb_per_s"], **row.get("ceilings", {})}
     for name, value in figures.items():
         # An error may be 0: then all bytes are those of the reference.
@@ -314,36 +352,6 @@ def _check_figures(row: Mapping[str, Any], where: str) -> None:
     if not row["min_us"] <= row["median_us"] <= row["max_us"]:
         times = [row[name] for name in ("min_us", "median_us", "max_us")]
         raise ValueError(f"{where}: minimum, median and maximum are {times}")
-
-
-def read_json(path: str | Path) -> Any:
-    """A file's JSON, which has no NaN.
-
-    Raises:
-        ValueError: it is no JSON.
-    """
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number")
-
-    return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
-
-
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a result file.
-
-    Raises:
-        ValueError: no JSON, a row that `check_row` refuses, two rows of one provider and case.
-    """
-    rows = read_json(path)
-    seen = set()
-    for row in rows:
-        check_row(row)
-        key = (row["provider"], row["case"])
-        if key in seen:
-            raise ValueError(f"two rows of {key[0]!r} for {key[1]!r}; a file holds one run")
-        seen.add(key)
-    return rows
 
 
 def write_rows(path: str | Path, rows: list[dict[str, Any]]) -> None:

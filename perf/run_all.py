@@ -7,11 +7,12 @@
     python -m perf.run_all --out DIR --dry-run          the commands, and run none
 
 Each measurement is a process of its own, which a failure of another does not touch and which is
-ended when its time is up (`--limit`); its rows are written as they come, so a file has those that
-were done. Those with times are then compared with the newest committed file of their label
+ended when its time is up (`--limit`); its rows are written as they come into a file in
+DIR/unchecked. Those with times are then compared with the newest committed file of their label
 (`perf.compare`, on the same card and clocks; driver, versions and rounds may differ and are
-printed). The exit status is 1 where a measurement failed, did not begin, or a time was not within
-`--within`.
+printed). A file that is whole goes to DIR; one that is not, or that would take the place of another
+with which it does not agree, stays where it is. The exit status is 1 where a measurement failed,
+did not begin, has fewer rows than before, or a time was not within `--within`.
 
 Kernels come from a bundle, so that none is compiled while it is measured: that of `--bundle`, that
 of CUTE_KERNELS_BUNDLE, or one that is built first (`perf.bundle`; 7 minutes on two cores). With one
@@ -28,6 +29,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,10 +42,12 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from perf import render
+from perf import committed
+from perf.reading import BadFile
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLE, BUNDLE_VARIABLE, BUNDLE_LIMIT = "bundle", "CUTE_KERNELS_BUNDLE", 1200
+UNCHECKED = "unchecked"
 # The least that is worth beginning with, seconds.
 LEAST = 10
 
@@ -87,6 +91,11 @@ class Measurement:
     def label(self) -> str:
         return self.kind if self.part else self.name
 
+    @property
+    def model(self) -> str | None:
+        """Whose rows a part adds; None of what makes a whole file."""
+        return self.arguments[self.arguments.index("--model") + 1] if self.part else None
+
     def command(self, file: Path, given: Given) -> list[str]:
         found = [sys.executable, "-m", self.module, *self.arguments, self.output, str(file)]
         wanted = (self.commit, self.models, self.text, self.text)
@@ -120,7 +129,7 @@ MEASUREMENTS = (
     Measurement(
         "decode", "perf.bench_decode", 150, ("--group=fp8", "--group=nvfp4", "--group=bf16")
     ),
-    Measurement("serving", "perf.bench_serving", 120, ("--steps", "4", "--rounds", "8")),
+    Measurement("serving", "perf.bench_serving", 200, ("--steps", "6", "--rounds", "6")),
     Measurement("prefill", "perf.bench_prefill", 90),
     Measurement(
         "decode",
@@ -189,15 +198,6 @@ def card() -> str:
     return "_".join(word for word in words if word != "nvidia")
 
 
-def committed(kind: str, label: str, new: Path) -> Path | None:
-    """The newest committed file of a label, `new` aside."""
-    for files in render.find(ROOT / render.RESULTS)[kind]:
-        for file in files:
-            if file.label == label and file.path.resolve() != new.resolve():
-                return file.path
-    return None
-
-
 def comparison(old: Path, new: Path, within: float) -> list[str]:
     """A command that puts our times in two runs side by side."""
     allowed = [f"--allow={name}" for name in ("driver", "versions", "rounds")]
@@ -235,19 +235,45 @@ def rows_in(file: Path) -> str:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "no rows"
-    return f"{len(found)} rows are there" if isinstance(found, list) else "its file is there"
+    rows = f"{len(found)} rows are" if isinstance(found, list) else "its file is"
+    return f"{rows} in {file.parent.name}/{file.name}"
+
+
+def what_is_missing(what: Measurement, file: Path, old: Path | None) -> str:
+    """Why a file is not whole: it cannot be read, or has fewer cases or rows than the old one has;
+    of a part's model. "" if it is."""
+    counts = []
+    for path in (file, old or file):
+        try:
+            rows = committed.READERS[what.kind](path)
+        except BadFile as error:
+            return str(error)
+        counts.append(committed.size([r for r in rows if what.model in (None, r.get("model"))]))
+    if not counts[0] or counts[0] < counts[1]:
+        return f"{counts[0]} cases or rows" + (f", {old.name} has {counts[1]}" if old else "")
+    return ""
 
 
 def measure(
     what: Measurement, file: Path, given: Given, within: float, limit: int, bundle: Path | None
 ) -> str:
-    """Run one measurement and its comparison; what is wrong, "" if nothing is."""
-    problem = run(what.command(file, given), limit, bundle)
-    problems = [f"failed: {problem}; {rows_in(file)}"] if problem else []
-    old = committed(what.kind, file.stem.partition("_")[2], file) if what.timed else None
-    if old is not None and file.exists() and run(comparison(old, file, within)):
-        problems.append(f"not as {old.name}")
-    return "; ".join(problems)
+    """Run one measurement and its comparison; what is wrong, "" if nothing is. What is there under
+    the file's name stays until what takes its place is whole, and agrees with it."""
+    new = file.parent / UNCHECKED / file.name.replace(what.label, what.name, 1)
+    new.parent.mkdir(exist_ok=True)
+    new.unlink(missing_ok=True)
+    if what.part and file.exists():
+        shutil.copy(file, new)
+    old = committed.newest(ROOT / committed.RESULTS, file, other=what.part)
+    if problem := run(what.command(new, given), limit, bundle):
+        return f"failed: {problem}; {rows_in(new)}"
+    if problem := what_is_missing(what, new, old):
+        return f"not whole: {problem}; {rows_in(new)}"
+    agrees = old is None or not what.timed or not run(comparison(old, new, within))
+    if agrees or not file.exists():
+        new.replace(file)
+        return "" if agrees else f"not as {old.name}"
+    return f"not as {old.name}, which stays; {rows_in(new)}"
 
 
 def measure_all(
@@ -347,8 +373,12 @@ def main(
     chosen = [m for m in MEASUREMENTS if not only or m.name in only]
     files = {m: out.resolve() / f"{date}_{m.label}_{name}.json" for m in chosen}
     if dry_run:
+        left = math.inf if total is None else total
         for what, file in files.items():
-            click.echo(shlex.join(what.command(file, passed)))
+            # What took its whole limit would leave no time for those after it.
+            note = "" if left >= LEAST else "  # if those before leave time"
+            left -= min(what.limit, limit or what.limit)
+            click.echo(shlex.join(what.command(file, passed)) + note)
         return
     out.mkdir(parents=True, exist_ok=True)
     lines = measure_all(files, passed, within, limit, total, find_bundle(out.resolve(), bundle))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from demo.report import MAX_PERPLEXITY_CHANGE
-from perf import bench_load
+from perf import bench_load, ceilings
 from perf.compare import (
     MACHINE,
     Differences,
@@ -25,12 +25,15 @@ from perf.compare import (
     unpaired,
 )
 from perf.report import absent_providers, by_case
+from perf.rivals import MARKS, ratio_title, rivals, tuning_in_words, tunings
 from perf.rows import OK
 from perf.targets import OURS, tflops, verdicts
 
 # Two times closer than this are a tie: runs of one kernel differ by as much.
 TIE = 0.01
 BASELINE = "bf16"  # of perplexities
+FEW = 3  # of what differs between two devices, case by case
+IN_L2 = "`L2`: of calls whose inputs and outputs, all sets together, fit in the L2 cache."
 CEILING = {"decode": "read ceiling", "store": "copy", "indexer": "copy"}
 
 
@@ -73,34 +76,30 @@ def targets_of(row: Row, rows: Sequence[Row]) -> str:
     )
 
 
-def rivals(rows: Sequence[Row]) -> list[str]:
-    """Other providers that took part, in order of appearance."""
-    absent = absent_providers(rows)
-    timed = {r["provider"] for r in rows if r["status"] == OK}
-    names = dict.fromkeys(row["provider"] for row in rows)
-    return [name for name in names if name != OURS and (name in timed or name not in absent)]
-
-
 def _ours(group: Sequence[Row]) -> Row | None:
     return next((row for row in group if row["provider"] == OURS), None)
 
 
-def _rival_cells(name: str, group: Sequence[Row]) -> list[str]:
+def _rival_cells(name: str, group: Sequence[Row], rows: Sequence[Row]) -> list[str]:
     """Time and ratio of a rival in one case."""
     row = next((row for row in group if row["provider"] == name), None)
     if row is None or row["status"] != OK:
         return [row["status"].split(":")[0] if row else "", ""]
-    ours = _ours(group)
-    return [number(row["median_us"]), speedup(row, ours) if ours and ours["status"] == OK else ""]
+    ours, ratio = _ours(group), ""
+    if ours and ours["status"] == OK:
+        mark = MARKS.get(row.get("tuning"), "") if len(tunings(name, rows)) > 1 else ""
+        ratio = speedup(row, ours) + mark
+    return [number(row["median_us"]), ratio]
 
 
-def _figures(kind: str) -> dict[str, Callable[[Row], str]]:
+def _figures(kind: str, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     """Columns of our own rows by title, behind the time."""
     if kind == "prefill":
         return {"TFLOP/s": lambda row: f"{tflops(row):.0f}"}
-    return {
+    moving = {} if kind == "decode" else {"MB rotated": ceilings.rotated}
+    return moving | {
         "TB/s": lambda row: f"{row['tb_per_s']:.3g}",
-        f"of the {CEILING[kind]}": lambda row: f"{row['pct_of_ceiling']:.0f} %",
+        f"of the {CEILING[kind]}": lambda row: ceilings.in_words(row, rows),
         "of the loader": lambda row: f"{row['pct_of_loader']:.0f} %" if "loader_us" in row else "",
     }
 
@@ -116,11 +115,12 @@ def _details() -> dict[str, Callable[[Row], str]]:
 
 def timed_table(file: ResultFile, details: bool) -> str:
     """A line a case: our time and figures, each rival's time and ratio, the targets."""
-    figures, names = _figures(file.kind), rivals(file.rows)
+    figures, names = _figures(file.kind, file.rows), rivals(file.rows)
     if details:
         figures = {**_details(), **figures}
     header = ["case", "us", *figures]
-    header += [cell for name in names for cell in (f"{name} us", "ratio")]
+    for name in names:
+        header += [f"{name} us", ratio_title(name, file.rows)]
     lines = []
     for case, group in by_case(file.rows).items():
         ours = _ours(group)
@@ -130,7 +130,7 @@ def timed_table(file: ResultFile, details: bool) -> str:
         else:
             own = [number(ours["median_us"]), *(figure(ours) for figure in figures.values())]
             wanted = targets_of(ours, file.rows)
-        others = [cell for name in names for cell in _rival_cells(name, group)]
+        others = [cell for name in names for cell in _rival_cells(name, group, file.rows)]
         lines.append([case, *own, *others, wanted])
     return markdown([*header, "target"], lines)
 
@@ -148,12 +148,18 @@ def standing(file: ResultFile) -> str:
         won, lost = (sum(f > 1 + TIE for f in factors), sum(f < 1 - TIE for f in factors))
         tied = len(factors) - won - lost
         sentences.append(
-            f"Against `{name}`: faster in {won} of {len(factors)} cases, within {100 * TIE:g} % in"
-            f" {tied}, slower in {lost}."
+            f"Against `{name}`{tuning_in_words(name, file.rows)}: faster in {won} of "
+            f"{len(factors)} cases, within {100 * TIE:g} % in {tied}, slower in {lost}."
         )
     found = [verdict for row in file.rows for verdict in verdicts(row, file.rows)]
     if found:
         sentences.append(f"Targets met: {sum(v.met for v in found)} of {len(found)}.")
+    if file.kind != "prefill":
+        timed = [row for row in file.rows if row["provider"] == OURS and row["status"] == OK]
+        high = [row["case"] for row in timed if ceilings.share(row, file.rows) > ceilings.ABOVE]
+        if high:
+            cases = ", ".join(high)
+            sentences.append(f"Above their ceilings, which are then too low: {cases}.")
     for name, status in absent_providers(file.rows).items():
         if name not in rivals(file.rows):
             sentences.append(f"`{name}`: {status}.")
@@ -204,16 +210,18 @@ def provenance(file: ResultFile, folder: str) -> str:
 
 def between_runs(old: ResultFile, new: ResultFile) -> str:
     """Our times in the file before and in the newest one, case by case, or why not."""
-    lines, notes = (
-        [],
-        [f"In one run only: {case}." for case in unpaired((old.rows, new.rows), OURS)],
-    )
+    alone = ", ".join(unpaired((old.rows, new.rows), OURS))
+    lines, notes = [], [f"In one run only: {alone}."] if alone else []
     machines: Differences = {}
     states: dict[str, None] = {}
+    refused: dict[str, list[str]] = {}
     for was, row in pairs((old.rows, new.rows), OURS):
         try:
             both = compare(was, row, MACHINE)
-        except (NotComparable, WithoutTime) as error:
+        except NotComparable as error:
+            refused.setdefault(str(error).removeprefix(f"{row['case']}: "), []).append(row["case"])
+            continue
+        except WithoutTime as error:
             notes.append(f"Refused: {error}.")
             continue
         machines |= both.machines
@@ -222,8 +230,11 @@ def between_runs(old: ResultFile, new: ResultFile) -> str:
         times = [number(was["median_us"]), number(row["median_us"]), f"{both.speedup:.2f}"]
         lines.append([row["case"], *times])
     notes.insert(0, f"The machines differ in: {in_words(machines) or 'nothing recorded'}.")
+    notes += [f"Refused: {', '.join(cases)}: {reason}." for reason, cases in refused.items()]
     if states:
-        notes.insert(1, f"The devices reached other ceilings: {' and '.join(states)}.")
+        more = f" and {len(states) - FEW} more" if len(states) > FEW else ""
+        some = " and ".join(list(states)[:FEW])
+        notes.insert(1, f"The devices reached other ceilings: {some}{more}.")
     commits = [
         " and ".join(dict.fromkeys(short(row["commit"]) for row in f.rows)) for f in (old, new)
     ]
@@ -306,16 +317,19 @@ def _summary(
             continue
         cell = ours["status"].split(":")[0]
         if ours["status"] == OK:
-            ratios = [_rival_cells(name, group)[1] for name in rivals(file.rows)]
-            parts = [number(ours["median_us"]), f"{ours['pct_of_ceiling']:.0f} %", *ratios]
+            ratios = [_rival_cells(name, group, file.rows)[1] for name in rivals(file.rows)]
+            time = number(ours["median_us"]) + (" L2" if ceilings.fits_in_l2(ours) else "")
+            parts = [time, ceilings.in_words(ours, file.rows), *ratios]
             cell = ", ".join(part for part in parts if part)
         lines.setdefault(about(ours), {})[ours["kv_cache_dtype"]] = cell
     table = markdown(
         [*titles, *(f"`{dtype}`" for dtype in dtypes)],
         ([*line, *(cells.get(dtype, "") for dtype in dtypes)] for line, cells in lines.items()),
     )
-    against = "".join(f", ratio to `{name}`" for name in rivals(file.rows))
-    return f"Cells: us, share of the copy's rate{against}.\n\n{table}"
+    against = "".join(
+        f", ratio to `{name}`{tuning_in_words(name, file.rows)}" for name in rivals(file.rows)
+    )
+    return f"Cells: us, share of the copy's rate{against}. {IN_L2}\n\n{table}"
 
 
 def demo_table(file: ResultFile) -> str:

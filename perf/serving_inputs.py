@@ -41,17 +41,29 @@ def pages_of(step: tuple[Work, ...]) -> int:
     return sum(-(-keys // PAGE) for _, keys in step)
 
 
-def moved_bytes(layer: Layers, step: tuple[Work, ...], part: str) -> int:
+def bytes_moved(layer: Layers, part: str, keys: int, queries: int) -> int:
     """K and V that attention reads, or new keys and values read and written by the store."""
     per_token = layer.config.bytes_per_token
     if part == "attention":
-        return trace.keys_read(step, layer.config.sliding_window) * per_token
+        return keys * per_token
     elements = 2 * layer.config.num_kv_heads * layer.config.head_size
-    return sum(query for query, _ in step) * (2 * elements + per_token)
+    return queries * (2 * elements + per_token)
+
+
+def moved_bytes(layer: Layers, step: tuple[Work, ...], part: str) -> int:
+    """As `bytes_moved`, of one layer in a step."""
+    keys = trace.keys_read(step, layer.config.sliding_window)
+    return bytes_moved(layer, part, keys, sum(query for query, _ in step))
 
 
 def set_count(layer: Layers, step: tuple[Work, ...]) -> int:
     return min(MAX_SETS, -(-ROTATED_BYTES // moved_bytes(layer, step, "attention")))
+
+
+def rotated_bytes(layer: Layers, step: tuple[Work, ...]) -> int:
+    """K and V over which a timer rotates, up to ROTATED_BYTES."""
+    read = set_count(layer, step) * moved_bytes(layer, step, "attention")
+    return min(ROTATED_BYTES, read)
 
 
 def make_pool(layer: Layers, dtype: str, pages: int, generator: torch.Generator) -> Pool:

@@ -2,7 +2,7 @@
 
 Decode and prefill targets are for an H200, by the names of the cases in `perf.cases` and
 `perf.bench_prefill`; those of stores and of the indexer hold for any card, since they are shares of
-a copy measured beside them.
+copies measured beside them (`perf.ceilings`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from perf.cases import DecodeCase
+from perf.ceilings import reaches
+from perf.rows import same_run
 from perf.traffic import flops
 
 Row = Mapping[str, Any]
@@ -41,8 +43,8 @@ PREFILL_TFLOPS = {
     "B1 S32768 64/8 D128 q512": 500,
 }
 # Ragged batches: of the rate of loading alone. Draft tokens: of the time of one query token, up to
-# so many packed rows; beyond, of loading alone or of computing as fast as prefill does (TFLOP/s by
-# head size, 64/8 heads, perf/results/2026-11-30_prefill_h200.json).
+# so many packed rows; beyond, of loading alone or of computing as fast as prefill did when the
+# target was set (TFLOP/s by head size, 64/8 heads; perf/NOTES.md): targets do not move with rows.
 BALANCE_SHARE_OF_LOADER = 90.0
 VERIFY_ROWS, VERIFY_FACTOR, MANY_ROWS_FACTOR = 32, 1.15, 1.2
 PREFILL_RATE = {64: 409, 128: 689}
@@ -74,9 +76,9 @@ def _decode_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
         found.append(Verdict(f"<= {bound} us", row["median_us"] <= bound))
     loader = row.get("loader_us")
     if "kv_lens" in row["workload"]:
-        share = BALANCE_SHARE_OF_LOADER
+        bound = BALANCE_SHARE_OF_LOADER
         if loader is not None:
-            found.append(Verdict(f">= {share:g} % of the loader", row["pct_of_loader"] >= share))
+            found.append(Verdict(f">= {bound:g} % of the loader", row["pct_of_loader"] >= bound))
     elif row["q_len"] > 1 and row["kv_cache_dtype"] == "fp8_e4m3":
         packed = row["q_len"] * row["num_q_heads"] // row["num_kv_heads"]
         if packed > VERIFY_ROWS and loader is not None and row["head_size"] in PREFILL_RATE:
@@ -103,8 +105,8 @@ def _store_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     if row["batch"] <= STORE_DECODE_TOKENS:
         found.append(Verdict(f"<= {STORE_DECODE_US:g} us", row["median_us"] <= STORE_DECODE_US))
     if row["batch"] >= STORE_PREFILL_TOKENS:
-        share = STORE_SHARE_OF_COPY
-        found.append(Verdict(f">= {share:g} % of the copy", row["pct_of_ceiling"] >= share))
+        wanted = f">= {STORE_SHARE_OF_COPY:g} % of the copy"
+        found.append(Verdict(wanted, reaches(row, rows, STORE_SHARE_OF_COPY)))
     if row["kv_cache_dtype"] == SEARCH_DTYPE:
         shape = ("provider", "batch", "num_kv_heads", "head_size")
         for plain in rows:
@@ -115,24 +117,25 @@ def _store_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     return found
 
 
-def _indexer_verdicts(row: Row) -> list[Verdict]:
+def _indexer_verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     if row["batch"] < INDEXER_TOKENS:
         return []
-    share = INDEXER_SHARE_OF_COPY
-    return [Verdict(f">= {share:g} % of the copy", row["pct_of_ceiling"] >= share)]
+    wanted = f">= {INDEXER_SHARE_OF_COPY:g} % of the copy"
+    return [Verdict(wanted, reaches(row, rows, INDEXER_SHARE_OF_COPY))]
 
 
 def verdicts(row: Row, rows: Sequence[Row]) -> list[Verdict]:
     """The targets of one of our rows; none for other providers' rows and rows without a time.
 
-    `rows` are those of the same run: some targets are relative to another row.
+    `rows` are those of a file: some targets are relative to another row, of the same run.
     """
     if row["provider"] != OURS or row["median_us"] is None:
         return []
+    rows = [other for other in rows if same_run(row, other)]
     if row["op"] == "store":
         return _store_verdicts(row, rows)
     if row["op"].startswith("indexer"):
-        return _indexer_verdicts(row)
+        return _indexer_verdicts(row, rows)
     if row["gpu"] != GPU:
         return []
     if row["op"] == "decode":

@@ -148,10 +148,16 @@ def simulate(spec: TraceSpec) -> list[Step]:
 
 
 def sample(steps: Sequence[Step], kind: str, most: int) -> list[Step]:
-    """Up to `most` steps of a kind, evenly spread over the trace."""
-    found = [step for step in steps if step.kind == kind]
+    """Up to `most` steps of a kind: all of them in the order of their work, cut into as many equal
+    shares, and of each share the middle one."""
+    found = sorted((step for step in steps if step.kind == kind), key=_work)
     count = min(most, len(found))
     return [found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count)]
+
+
+def _work(step: Step) -> int:
+    """What a step takes longer for the more of it there is: keys to read, pairs to compute."""
+    return sum(keys * (query if step.chunk_tokens else 1) for query, keys in step.work)
 
 
 def layers_of(model: dict[str, Any], kv_cache_dtype: str, tp_size: int) -> list[Layers]:
@@ -175,6 +181,20 @@ def layers_of(model: dict[str, Any], kv_cache_dtype: str, tp_size: int) -> list[
 def keys_read(work: Iterable[Work], window: int | None) -> int:
     """Keys that a layer must read for some sequences: those that a query sees."""
     return sum(keys if window is None else min(keys, window + query - 1) for query, keys in work)
+
+
+def pairs_seen(work: Iterable[Work], window: int | None) -> float:
+    """About how many (query, key) pairs the causal mask and the window show."""
+    return sum(
+        query * (keys - query / 2 if window is None else min(keys - query / 2, window))
+        for query, keys in work
+    )
+
+
+def calls_of(layer: Layers, part: str) -> int:
+    """How often a step runs "attention" or "store" for this kind of layer; layers that share a
+    cache store nothing."""
+    return layer.cached if part == "store" else layer.count
 
 
 def sequence_bytes(layers: Iterable[Layers], length: int, page_size: int) -> int:

@@ -125,8 +125,8 @@ def device_ceilings(
         size: of the square bf16 matrices.
 
     Returns:
-        read_tb_per_s of a reduction, copy_tb_per_s (bytes read and written), matmul_tflops of
-        torch's bf16 product.
+        read_tb_per_s of a reduction of read_gib, copy_tb_per_s (bytes read and written) of a copy
+        of copy_gib, matmul_tflops of torch's bf16 product.
     """
     probe = ReductionProbe(buffer)
     source = buffer[:_COPIED_BYTES]
@@ -137,7 +137,9 @@ def device_ceilings(
     matmul_us = median_us(lambda: torch.mm(a, b, out=product))
     return {
         "read_tb_per_s": read_ceilings([probe], median_us)[probe.name],
+        "read_gib": probe.bytes_read / 2**30,
         "copy_tb_per_s": 2 * source.numel() / copy_us / 1e6,
+        "copy_gib": source.numel() / 2**30,
         "matmul_tflops": 2 * size**3 / matmul_us / 1e6,
     }
 

@@ -1,9 +1,10 @@
 """What the benchmarks of kernels that only move and convert bytes share.
 
 A provider's results are compared with the torch reference first. Times are medians of interleaved
-rounds of CUDA-graph replays (perf/README.md) that rotate over input and output sets of more than
-400 MB in all where 32 sets suffice. A copy moves the bytes that a case must read and write, half in
-each direction: its rate is the ceiling of a case (`read_ceiling_tb_per_s` in the rows).
+rounds of CUDA-graph replays (perf/README.md) that rotate over input and output sets of 400 MB in
+all where 256 sets suffice; `rotated_bytes` says how many they are, `fits_in_l2` that they are not
+enough. The ceiling of a case (`read_ceiling_tb_per_s` in the rows) is the fastest of several copies
+of as many bytes, half read and half written, over as many sets, in the same rounds.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from rich.table import Table
 from tqdm import tqdm
 
 from perf.command import begin, choose, finish, keeper
-from perf.inputs import MAX_SETS, ROTATED_BYTES
+from perf.inputs import ROTATED_BYTES
 from perf.rows import OK, Machine, Measurement, make_row, make_workload
-from perf.timing import Contender, Timing, calls_per_graph, time_host, time_rotating, time_single
+from perf.timing import Contender, calls_per_graph, time_host, time_rotating, time_single
 
-OURS, BASELINE, COPY = "cute_kernels", "triton_baseline", "torch_copy"
+OURS, BASELINE = "cute_kernels", "triton_baseline"
+# More than attention calls have: hundreds of small ones are past L2, too.
+MAX_WRITER_SETS = 256
+# Bytes between two places that a copy writes to.
+ELSEWHERE = (1 << 20) + (1 << 12)
 
 
 class Case(Protocol):
@@ -43,43 +48,86 @@ class Case(Protocol):
 
 class Benchmark(NamedTuple):
     """make_arguments: of one call, from a case and a generator. bind: a provider's call of them.
-    check: a provider on a case against the reference; without OK it is not timed."""
+    check: a provider on a case against the reference; without OK it is not timed. tuning: of the
+    baseline's configurations, see `perf.rows`."""
 
     make_arguments: Callable[[Any, torch.Generator], Any]
     bind: Callable[[str, Any], Callable[[], object]]
     check: Callable[[str, Any], Measurement]
+    tuning: str
 
 
-def copies(case: Case, sets: int) -> tuple[Callable[[], object], ...]:
-    """Copies that read and write `moved_bytes` in all, one for each set."""
-    size = max(16, case.moved_bytes // 2)
-    sources = [torch.empty(size, dtype=torch.uint8, device="cuda").random_() for _ in range(sets)]
-    return tuple(partial(torch.empty_like(x).copy_, x) for x in sources)
+def copies(
+    size: int, sets: int, device: str = "cuda"
+) -> dict[str, tuple[Callable[[], object], ...]]:
+    """Ways to read `size` bytes (a multiple of 16) and write as many, by name; a call a set.
+
+    memcpy is torch's `copy_`; elementwise a kernel with 16-byte loads and stores; elsewhere the
+    same into other addresses. None is always the fastest: `copy_` alone reached 2.8 TB/s with 705
+    MB and 4.3 with 831 (H200, 2026-11-30).
+    """
+    sources = [torch.empty(size, dtype=torch.uint8, device=device).random_() for _ in range(sets)]
+    room = [torch.empty(size + ELSEWHERE, dtype=torch.uint8, device=device) for _ in sources]
+    words = [(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(sources, room, strict=True)]
+    shift, count = ELSEWHERE // 4, size // 4
+    return {
+        "memcpy": tuple(partial(y[:size].copy_, x) for x, y in zip(sources, room, strict=True)),
+        "elementwise": tuple(partial(torch.bitwise_not, x, out=y[:count]) for x, y in words),
+        "elsewhere": tuple(partial(torch.bitwise_not, x, out=y[shift:]) for x, y in words),
+    }
+
+
+def keeping(call: Callable[[], object]) -> Callable[[], object]:
+    """The call, which keeps what it returned: else all calls of a graph would write their results
+    to the same memory, which stays in L2."""
+    kept: list[object] = []
+
+    def run() -> None:
+        kept[:] = [call()]
+
+    return run
 
 
 def measure(
     benchmark: Benchmark, case: Case, rounds: int
-) -> tuple[dict[str, Measurement], dict[str, object], Timing]:
-    """Check, then time, all providers; with the timing part of the workload, and the copy."""
+) -> tuple[dict[str, Measurement], dict[str, object], dict[str, float]]:
+    """Check, then time, all providers; with the timing part of the workload, and the copies' TB/s
+    and size."""
     results = {provider: benchmark.check(provider, case) for provider in (OURS, BASELINE)}
-    sets = min(MAX_SETS, -(-ROTATED_BYTES // case.moved_bytes))
+    sets = min(MAX_WRITER_SETS, -(-ROTATED_BYTES // case.moved_bytes))
     generator = torch.Generator("cuda").manual_seed(case.seed)
     arguments = [benchmark.make_arguments(case, generator) for _ in range(sets)]
     right = [name for name, result in results.items() if result.status == OK]
-    contenders = [Contender(p, tuple(benchmark.bind(p, one) for one in arguments)) for p in right]
-    contenders.append(Contender(COPY, copies(case, sets)))
-    rotating, single = time_rotating(contenders, rounds), time_single(contenders, rounds)
-    host = time_host(contenders)
-    for i, name in enumerate(right):
-        results[name] = Measurement(OK, results[name].rel_error, rotating[i], single[i], host[i])
+    contenders = [
+        Contender(p, tuple(keeping(benchmark.bind(p, one)) for one in arguments)) for p in right
+    ]
+    size = max(16, case.moved_bytes // 32 * 16)
+    of_copies = [Contender(name, calls) for name, calls in copies(size, sets).items()]
+    rotating = time_rotating(contenders + of_copies, rounds)
+    if contenders:
+        single, host = time_single(contenders, rounds), time_host(contenders)
+        for i, name in enumerate(right):
+            error = results[name].rel_error
+            results[name] = Measurement(OK, error, rotating[i], single[i], host[i])
+    rates = {
+        f"{contender.name}_tb_per_s": 2 * size / timing.median_us / 1e6
+        for contender, timing in zip(of_copies, rotating[len(contenders) :], strict=True)
+    }
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return results, method_of(case, sets, rounds, l2_bytes), rates | {"copy_gib": 2 * size / 2**30}
+
+
+def method_of(case: Case, sets: int, rounds: int, l2_bytes: int) -> dict[str, object]:
+    """The timing part of a workload."""
+    rotated = sets * case.moved_bytes
     method = {
         "timing": "cuda graph, median",
         "input_sets": sets,
         "calls_per_graph": calls_per_graph(sets),
-        "rotated_bytes": ROTATED_BYTES,
+        "rotated_bytes": min(ROTATED_BYTES, rotated),
         "rounds": rounds,
     }
-    return results, method, rotating[-1]
+    return method | ({"fits_in_l2": True} if rotated <= l2_bytes else {})
 
 
 def run(
@@ -92,12 +140,13 @@ def run(
     """Rows of all cases and providers; `keep` gets those so far after each case."""
     rows = []
     for case in tqdm(cases, unit="case", file=sys.stderr, disable=None):
-        results, method, copy = measure(benchmark, case, rounds)
+        results, method, ceilings = measure(benchmark, case, rounds)
         workload = make_workload(case, machine, method)
-        ceiling = case.moved_bytes / copy.median_us / 1e6
+        ceiling = max(rate for name, rate in ceilings.items() if name.endswith("_tb_per_s"))
         for name, result in results.items():
             moved = case.moved_bytes
-            rows.append(make_row(name, case, result, workload, machine, ceiling, moved))
+            row = make_row(name, case, result, workload, machine, ceiling, moved, ceilings)
+            rows.append(row | ({"tuning": benchmark.tuning} if name == BASELINE else {}))
         keep(rows)
     return rows
 
@@ -126,7 +175,7 @@ def print_report(rows: list[dict[str, Any]]) -> None:
             f"{ours['host_us']:.0f}",
             triton[:20],
         )
-    Console(width=118).print(table)
+    Console(width=118, markup=False).print(table)
     first = rows[0]
     click.echo(f"{first['gpu']}, driver {first['driver']}, {first['date']}")
 

@@ -73,10 +73,11 @@ def search_space() -> list[DecodeConfig]:
 
 def bench_shapes() -> list[KernelShape]:
     """The distinct kernels of the decode cases."""
-    from perf.cases import DECODE_CASES
+    from perf.cases import DECODE_CASES, VERIFY_CASES
 
     shapes = {
-        KernelShape(c.head_size, c.group, c.q_len, c.page_size, c.window_left) for c in DECODE_CASES
+        KernelShape(c.head_size, c.group, c.q_len, c.page_size, c.window_left)
+        for c in (*DECODE_CASES, *VERIFY_CASES)
     }
     return sorted(shapes, key=lambda s: (s.head_size, s.rows, s.window))
 

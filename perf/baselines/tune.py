@@ -1,6 +1,7 @@
 """Measure the Triton baseline's configurations on this GPU.
 
     python -m perf.baselines.tune --out perf/baselines/triton_decode_configs.json
+    python -m perf.baselines.tune --out perf/baselines/triton_decode_configs.json --cases q8
 
 For every decode case: each (tile, warps, stages) at one split target, then all split targets for
 the best few. The fastest is stored under the case's head size, packed rows and work bucket, with
@@ -15,9 +16,11 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -29,11 +32,12 @@ from perf.baselines.triton_decode import (
     BUCKET_TILE,
     DecodeConfig,
     decode_attention,
+    miscompiled,
     packed_rows,
     visible_tokens,
     work_bucket,
 )
-from perf.cases import ALL_CASES, DecodeCase
+from perf.cases import DECODE_CASES, VERIFY_CASES, DecodeCase
 from perf.command import choose
 from perf.inputs import InputSet, KVPool, make_input_sets
 from perf.providers import MAX_RELATIVE_ERROR, triton_batch
@@ -41,6 +45,8 @@ from perf.rows import describe_machine
 from perf.timing import Contender, time_rotating
 from perf.verify import checked_sequences, reference_output, relative_error
 
+# Batches of unequal lengths take what was measured for equal ones of their size.
+TUNED_CASES = (*DECODE_CASES, *VERIFY_CASES)
 FIRST_TARGET = 4
 CTAS_PER_SM = (1, 2, 3, 4, 6, 8, 12, 16)
 KEPT = 4
@@ -79,7 +85,12 @@ def tune_case(case: DecodeCase, pool: KVPool) -> list[tuple[float, DecodeConfig]
     sets = make_input_sets(case, pool)
     indices = checked_sequences(sets[0])
     checked = Checked(sets, indices, reference_output(sets[0], indices))
-    tiles = [replace(config, ctas_per_sm=FIRST_TARGET) for config in search_space()]
+    rows = packed_rows(case.group, case.q_len)
+    tiles = [
+        replace(config, ctas_per_sm=FIRST_TARGET)
+        for config in search_space()
+        if not miscompiled(case.head_size, rows, config.num_warps)
+    ]
     found = sorted(((time_config(checked, config), config) for config in tiles), key=_time)
     targets = [target for target in CTAS_PER_SM if target != FIRST_TARGET]
     for (_, config), target in itertools.product(found[:KEPT], targets):
@@ -92,7 +103,9 @@ def _time(measured: tuple[float, DecodeConfig]) -> float:
     return measured[0]
 
 
-def table_entry(case: DecodeCase, sm_count: int, best: tuple[float, DecodeConfig]) -> dict:
+def table_entry(
+    case: DecodeCase, sm_count: int, best: tuple[float, DecodeConfig]
+) -> dict[str, Any]:
     """What `triton_decode_configs.json` keeps of a case."""
     bound = visible_tokens(case.kv_len, case.q_len, case.window_left, BUCKET_TILE)
     return {
@@ -105,45 +118,60 @@ def table_entry(case: DecodeCase, sm_count: int, best: tuple[float, DecodeConfig
     }
 
 
-def merge(entries: list[dict]) -> list[dict]:
+def key_of(entry: dict[str, Any]) -> tuple[int, int, int]:
+    return entry["head_size"], entry["rows"], entry["work_bucket"]
+
+
+def merge(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry a key: where two cases share one, that of the case that takes longer."""
-    merged: dict[tuple[int, int, int], dict] = {}
-    for entry in sorted(entries, key=lambda e: e["median_us"]):
-        merged[entry["head_size"], entry["rows"], entry["work_bucket"]] = entry
+    merged = {key_of(entry): entry for entry in sorted(entries, key=lambda e: e["median_us"])}
     return [merged[key] for key in sorted(merged)]
 
 
+def with_run(runs: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs of which each has the entries that no later one measured again; none is empty."""
+    again = {key_of(entry) for entry in new["configs"]}
+    kept = [
+        {**run, "configs": [entry for entry in run["configs"] if key_of(entry) not in again]}
+        for run in runs
+    ]
+    return [run for run in (*kept, new) if run["configs"]]
+
+
 @click.command(help="Measure the Triton baseline's configurations on this GPU.")
-@click.option("--out", required=True, type=click.Path(dir_okay=False), help="JSON to write")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="JSON to write; entries of other shapes that are there stay",
+)
 @click.option("--cases", multiple=True, metavar="TEXT", help="cases with this in their name")
 @click.option("--commit", help="what to record where there is no git repository")
-def main(out: str, cases: tuple[str, ...], commit: str | None) -> None:
+def main(out: Path, cases: tuple[str, ...], commit: str | None) -> None:
     start = time.perf_counter()
-    chosen = choose(ALL_CASES, cases)
+    chosen = choose(TUNED_CASES, cases)
     pool = KVPool(chosen, "cuda")
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-    entries, report = [], []
+    command = shlex.join(["python", "-m", "perf.baselines.tune", *sys.argv[1:]])
+    machine = asdict(describe_machine(command, commit))
+    before = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.exists() else []
+    entries: list[dict[str, Any]] = []
+    without = []
     for case in tqdm(chosen, unit="case"):
         ranked = tune_case(case, pool)
+        click.echo(f"{case.name}: {len(ranked)} measured")
+        for us, config in ranked[:3]:
+            click.echo(f"  {us:8.1f} us  {config}")
         if math.isinf(ranked[0][0]):
-            raise click.ClickException(f"{case.name}: no configuration fits and is right")
+            without.append(case.name)
+            continue
         entries.append(table_entry(case, sm_count, ranked[0]))
-        report.append(f"{case.name}: {len(ranked)} measured")
-        report += [f"  {us:8.1f} us  {config}" for us, config in ranked[:3]]
-    seconds = time.perf_counter() - start
-    machine = describe_machine(
-        shlex.join(["python", "-m", "perf.baselines.tune", *sys.argv[1:]]), commit
-    )
-    document = {
-        "machine": asdict(machine),
-        "tuning_seconds": round(seconds),
-        "configs": merge(entries),
-    }
-    with open(out, "w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1)
-        file.write("\n")
-    click.echo("\n".join(report))
-    click.echo(f"{seconds:.0f} s, written to {out}")
+        seconds = round(time.perf_counter() - start)
+        run = {"machine": machine, "tuning_seconds": seconds, "configs": merge(entries)}
+        text = json.dumps({"runs": with_run(before, run)}, indent=1)
+        out.write_text(text + "\n", encoding="utf-8")
+    if without:
+        raise click.ClickException(f"no configuration fits and is right: {', '.join(without)}")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ CASES = (
     (AttentionCase("page192", (130, 500), (1, 1), page_size=192, scale_kind="batch"), SPLITS),
     (AttentionCase("wide-tiles", (500, 129), (1, 1), scale_kind="expanded"), WIDE),
     (AttentionCase("d64", (200,), (1,), head_size=64, scale_kind="none", **MQA), SPLITS),
+    (AttentionCase("d64-64-rows", (200, 90), (8, 8), head_size=64, **MQA), SPLITS),
     (AttentionCase("d256", (300,), (1,), head_size=256, scale_kind="head", **MHA), SPLITS),
     (AttentionCase("d512", (130, 300), (1, 2), head_size=512, **MQA), SPLITS),
     (AttentionCase("huge-q", (200,), (1,), q_magnitude=3e4, **MQA), SPLITS),

@@ -254,17 +254,19 @@ def test_the_table_has_a_line_a_dtype_and_errors_with_two_digits(rows):
     estimate = {"value": 0.123456, "standard_error": 0.00347}
     assert accuracy_sections.figure(estimate) == "0.1235 +- 0.0035"
     assert accuracy_sections.figure(estimate, 100, "+") == "+12.35 +- 0.35"
-    for unknown in (None, 0.0):
-        assert accuracy_sections.figure({"value": 1.0, "standard_error": unknown}) == "1.00"
+    assert accuracy_sections.figure({"value": 1.0, "standard_error": 0.0}) == "1.00"
+    lone = accuracy_sections.figure({"value": 0.0043, "standard_error": None})
+    assert lone == "0.0043 (one block: no error)"
 
 
-def test_two_runs_on_the_same_tokens_agree_within_noise_or_are_named(rows):
+def test_two_runs_on_the_same_tokens_are_as_far_apart_as_they_are(rows):
+    """Not so many standard errors: both read the same tokens, so their errors are no noise."""
     one, other = result(rows), result(rows, "accuracy_h200")
     text = accuracy_sections.agreement(one, other)
-    assert text.startswith("Against accuracy_h200, 2026-01-02, on the same tokens: 2 of 2 changes")
-    change = other.rows[2]["perplexity_change"]
-    change["value"] += 3 * math.sqrt(2) * change["standard_error"]
-    assert "1 of 2" in (text := accuracy_sections.agreement(one, other)) and "m nvfp4 by -" in text
+    assert text.startswith("Against accuracy_h200, 2026-01-02, on the same tokens: 2 changes")
+    other.rows[2]["perplexity_change"]["value"] += 0.03
+    text = accuracy_sections.agreement(one, other)
+    assert "the furthest apart by -3.00 percentage points (m nvfp4)" in text
     assert accuracy_sections.agreement(one, result(rows, ids_sha256="b")) == ""
 
 

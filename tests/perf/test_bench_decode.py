@@ -16,6 +16,7 @@ from rich.console import Console
 from cute_kernels.attention.arguments import validate
 from cute_kernels.reference.attention import attention_reference
 from perf import bench_decode, report
+from perf.baselines.tuning import tuning
 from perf.cases import (
     ALL_CASES,
     BALANCE_CASES,
@@ -27,7 +28,7 @@ from perf.cases import (
 )
 from perf.inputs import CODE_RMS, ROTATED_BYTES, KVPool, make_input_sets, set_count
 from perf.providers import PROVIDERS, Provider, select_providers, varlen_arguments
-from perf.rows import OK, Measurement, make_row, make_workload
+from perf.rows import BY_HAND, NEAREST, OK, TUNED, Measurement, make_row, make_workload
 from perf.targets import GPU, verdicts
 from perf.timing import Timing, calls_per_graph, rotation
 from perf.traffic import traffic
@@ -383,3 +384,17 @@ def test_check_inputs_differ_from_timed_inputs(pool):
     assert not torch.equal(timed.q, fresh.q)
     assert not torch.equal(timed.block_table, fresh.block_table)
     assert math.isfinite(fresh.k_descale.sum().item())
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    (
+        (DECODE_CASES[0], TUNED),
+        (replace(DECODE_CASES[0], one_scale=True), TUNED),
+        (replace(DECODE_CASES[0], batch=3), NEAREST),
+        (BALANCE_CASES[0], NEAREST),
+        (replace(DECODE_CASES[0], q_len=16), BY_HAND),
+    ),
+)
+def test_the_baseline_says_how_its_configuration_was_found(case, found):
+    assert tuning(case) == found

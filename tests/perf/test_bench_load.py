@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from click.testing import CliRunner
 
 from cute_kernels.attention.arguments import validate
 from cute_kernels.attention.decode_sm90.config import (
@@ -11,7 +13,7 @@ from cute_kernels.attention.decode_sm90.config import (
     row_bucket,
     support_table,
 )
-from perf.bench_load import Q_DTYPES, case_for, missed, summary
+from perf.bench_load import Q_DTYPES, case_for, main, missed, summary
 from perf.inputs import KVPool, make_input_sets
 from perf.providers import varlen_arguments
 
@@ -50,3 +52,9 @@ def test_judgement():
     assert text.startswith("3 kernels\n")
     assert text.splitlines()[2].split() == ["load_ms", "1.000", "51.000", "50.0"]
     assert text.splitlines()[3].split() == ["first_call_extra_ms", "0.500", "5.500", "5.0"]
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(main, [])
+    assert done.exit_code == 1 and done.output == "Error: the benchmark needs a CUDA device\n"

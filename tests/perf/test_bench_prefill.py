@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from click.testing import CliRunner
 
-from perf import bench_prefill
+from perf import bench_decode, bench_prefill
 from perf.bench_prefill import ALL_CASES, CASES, CONTENDERS, PrefillCase, main, print_table
 from perf.cases import DecodeCase
-from perf.rows import OK, Machine, Measurement, fingerprint, make_row, make_workload
+from perf.inputs import KVPool
+from perf.providers import Provider
+from perf.rows import BY_HAND, OK, Machine, Measurement, fingerprint, make_row, make_workload
 from perf.timing import Timing
 from perf.traffic import flops
 from tests.perf.helpers import METHOD
@@ -80,3 +84,36 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(main, ["--cases", "D512"])
     assert done.exit_code == 1 and "needs a CUDA device" in done.output
+
+
+def test_all_dtypes_of_a_shape_are_timed_in_turn(monkeypatch):
+    turns = []
+
+    def time_rotating(contenders, rounds):
+        turns.append([contender.name for contender in contenders])
+        return [Timing(float(i), float(i), float(i)) for i in range(1, len(contenders) + 1)]
+
+    def check(case, providers, pool):
+        fp8 = case.kv_cache_dtype == "fp8_e4m3"
+        found = {"ours": Measurement(OK, 1e-3), "theirs": Measurement("reads none")}
+        found |= {"theirs": found["ours"]} if fp8 else {}
+        return {name: found[name] for name in ("ours", "theirs")}
+
+    small = replace(CASES[0], kv_len=64, q_len=64)
+    cases = [small, replace(small, head_size=64), replace(small, kv_cache_dtype="bf16")]
+    monkeypatch.setattr(bench_prefill, "time_rotating", time_rotating)
+    monkeypatch.setattr(bench_prefill, "check", check)
+    monkeypatch.setattr(bench_prefill, "ceiling_buffer", lambda: None)
+    monkeypatch.setattr(bench_prefill, "device_ceilings", lambda *_: {"read_tb_per_s": 4.0})
+    monkeypatch.setattr(bench_prefill, "KVPool", lambda cases, _: KVPool(cases, "cpu"))
+    monkeypatch.setattr(bench_decode, "kernels_of", lambda call: None)
+    providers = [
+        Provider(name, "torch", lambda inputs: lambda: None, tuning=tuning)
+        for name, tuning in (("ours", None), ("theirs", bench_prefill.TRITON.tuning))
+    ]
+    rows = bench_prefill.run(cases, providers, MACHINE, 3, lambda rows: None)
+    together = ["ours, fp8_e4m3", "theirs, fp8_e4m3", "ours, bf16"]
+    assert turns == [together, together[:2]]
+    assert [row["median_us"] for row in rows] == [1.0, 2.0, 3.0, None, 1.0, 2.0]
+    assert rows[0]["workload"]["in_turn"] == rows[2]["workload"]["in_turn"] == together
+    assert [row.get("tuning") for row in rows] == [None, BY_HAND, None, None, None, BY_HAND]

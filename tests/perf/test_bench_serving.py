@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from cute_kernels import split_nvfp4
 from kvcache import can_run
@@ -16,16 +16,8 @@ from perf import bench_serving, serving_inputs, trace
 from perf.bench_serving import CHECK_STEP, CONFIGS, DTYPES
 from perf.inputs import random_codes
 from perf.rows import OK, Measurement, check_row, make_row, make_workload
-from perf.sections import ResultFile
+from perf.serving_estimate import Steps, mean_of_all
 from perf.serving_inputs import PAGE
-from perf.serving_sections import (
-    LAST_WITHOUT_16_BIT_DECODE,
-    SERVING_COLUMNS,
-    reservations,
-    serving_lines,
-    serving_summary,
-    serving_table,
-)
 from perf.timing import Timing
 from perf.trace import Layers, Step, TraceSpec, Work
 from tests.perf.helpers import MACHINE, METHOD
@@ -84,6 +76,14 @@ def test_drafts_save_steps_as_often_as_they_are_accepted():
 def test_a_budget_that_decoding_may_exceed_is_refused():
     with pytest.raises(ValueError, match="token_budget: 23 is less than decoding may take"):
         trace.simulate(replace(SPEC, token_budget=23))
+
+
+def test_samples_are_the_middles_of_equal_shares_by_work():
+    small, large = (Step((Work(1, keys),), 0) for keys in (10, 1000))
+    steps = [large, small, large, small, Step((Work(4, 10),), 4)]
+    assert trace.sample(steps, trace.PLAIN, 2) == [small, large]
+    few, many = Step((Work(1, 1000), Work(9, 9)), 9), Step((Work(1, 10), Work(99, 500)), 99)
+    assert trace.sample([many, few], trace.CHUNKED, 2) == [few, many]
 
 
 def test_samples_are_spread_and_of_one_kind():
@@ -185,16 +185,18 @@ def test_moved_bytes():
     assert serving_inputs.moved_bytes(layer, step, "store") == 5 * (2 + 1) * 2 * 2 * 64
 
 
-def test_a_step_is_the_sum_over_layers_and_the_mean_over_steps():
+def test_a_step_is_the_sum_over_layers_and_of_two_the_mean_is_all_there_is():
     layers = [small_layers("fp8")._replace(name=name) for name in ("a", "b")]
     layers = [layers[0]._replace(count=3, cached=2), layers[1]._replace(count=1, cached=1)]
     steps = [
         {"a": Timing(10.0, 9.0, 11.0), "b": Timing(100.0, 90.0, 110.0)},
         {"a": Timing(20.0, 19.0, 21.0), "b": Timing(200.0, 190.0, 210.0)},
     ]
-    found = bench_serving.over_layers(layers, "attention", steps)
-    assert found == Timing((130 + 260) / 2, (117 + 247) / 2, (143 + 273) / 2)
-    assert bench_serving.over_layers(layers, "store", steps[:1]).median_us == 120
+    found = [bench_serving.over_layers(layers, "attention", step) for step in steps]
+    assert found == [Timing(130, 117, 143), Timing(260, 247, 273)]
+    assert bench_serving.over_layers(layers, "store", steps[0]).median_us == 120
+    mean = mean_of_all(found, [1.0, 2.0], 1.4)
+    assert mean == (Timing(195.0, 182.0, 208.0), None)
 
 
 def test_a_dtype_that_no_kernel_reads_gets_a_reason_and_its_store_a_time(monkeypatch):
@@ -213,7 +215,9 @@ def test_a_dtype_that_no_kernel_reads_gets_a_reason_and_its_store_a_time(monkeyp
         return {"store": Timing(1.0, 0.5, 2.0)}
 
     monkeypatch.setattr(bench_serving, "time_layer", time_layer)
-    found = bench_serving.measure([layer], "bf16", [Step(CHECK_STEP, 0)], 1, verdicts)
+    steps = Steps([Step(CHECK_STEP, 0)])
+    found, errors = bench_serving.measure([layer], "bf16", steps, steps, 1, verdicts)
+    assert errors == {"attention": {}, "store": {}}
     assert asked == [["store"]]
     assert found["attention"] == verdicts["attention"]
     assert found["store"].rotating.median_us == 1.0 * layer.cached
@@ -221,25 +225,27 @@ def test_a_dtype_that_no_kernel_reads_gets_a_reason_and_its_store_a_time(monkeyp
 
 def test_one_kind_of_layer_that_is_wrong_leaves_the_step_without_a_time(monkeypatch):
     layers = trace.layers_of(model("gemma-4-31b"), "fp8", 1)
-    steps = trace.sample(trace.simulate(SPEC), trace.PLAIN, 3)
+    steps = Steps(trace.sample(trace.simulate(SPEC), trace.PLAIN, 3))
     unit = dict.fromkeys(bench_serving.PARTS, Timing(1.0, 0.5, 2.0))
     monkeypatch.setattr(bench_serving, "time_layer", lambda *_: unit)
     right = dict.fromkeys(bench_serving.PARTS, Measurement(OK, 1e-3))
-    found = bench_serving.measure(layers, "fp8", steps, 1, right)
+    found, errors = bench_serving.measure(layers, "fp8", steps, steps, 1, right)
     assert found["store"] == Measurement(OK, 1e-3, Timing(60.0, 30.0, 120.0))
+    assert errors["attention"] == {"standard_error_us": 0.0}
     results = {"sliding_attention": Measurement(OK, 1e-3), "full_attention": Measurement("wrong")}
     monkeypatch.setattr(bench_serving, "check", lambda layer, *_: results[layer.name])
     wrong = bench_serving.verdict(layers, "fp8", "attention")
     assert wrong == Measurement("full_attention: wrong")
-    found = bench_serving.measure(layers, "fp8", steps, 1, right | {"attention": wrong})
+    found, _ = bench_serving.measure(layers, "fp8", steps, steps, 1, right | {"attention": wrong})
     assert found["attention"] == wrong and found["store"].rotating is not None
 
 
 def rows_of(status=OK):
     layers = trace.layers_of(model("gemma-4-31b"), "fp8", 2)
     steps = trace.simulate(SPEC)
-    sampled = trace.sample(steps, trace.PLAIN, 2)
-    facts = bench_serving.facts_of(SPEC, steps, sampled, layers, 40.0)
+    sampled = Steps(trace.sample(steps, trace.PLAIN, 2))
+    plain = Steps([step for step in steps if step.kind == trace.PLAIN])
+    facts = bench_serving.facts_of(SPEC, plain, sampled, layers, 40.0)
     rows = []
     for part, us in (("attention", 3000.0), ("store", 500.0)):
         timing = Timing(us, us, us) if status == OK else None
@@ -260,18 +266,6 @@ def test_rows_are_result_rows():
     assert work["output_tokens"] == sum(r.output for r in trace.make_requests(SPEC))
 
 
-def test_the_table_has_times_capacity_and_reasons():
-    ((*cells, status),) = serving_lines(rows_of())
-    work = rows_of()[0]["workload"]
-    assert cells[:3] == ["gemma-4-31b", "2", "`fp8`"] and len(cells) + 1 == len(SERVING_COLUMNS)
-    assert cells[4:7] == ["3000", "500.0", "3500"] and status == ""
-    assert cells[7] == f"{3500 * work['steps_in_trace'] / 1e6:.2f}"
-    assert cells[8:] == ["8 %", f"{work['kv_capacity_tokens']:,} in 40 GiB"]
-    ((*cells, status),) = serving_lines(rows_of("no kernel: nvfp4 (more); still more"))
-    assert status == "no kernel: nvfp4" and cells[4:9] == [""] * 5
-    assert cells[9] == f"{work['kv_capacity_tokens']:,} in 40 GiB"
-
-
 def test_pools_hold_what_their_dtype_says():
     generator = torch.Generator().manual_seed(0)
     layer: Layers = small_layers("fp8")
@@ -280,31 +274,6 @@ def test_pools_hold_what_their_dtype_says():
     assert not fp8.k.float().isnan().any() and not torch.equal(fp8.k.float(), fp8.v.float())
     assert serving_inputs.make_pool(layer, "bf16", 2, generator).v.dtype is torch.bfloat16
     assert len(random_codes(4096, generator).unique()) == 254
-
-
-def test_what_no_longer_holds_is_said_of_the_commit_alone():
-    def said(status, commit):
-        rows = [row | {"commit": commit} for row in rows_of(status)]
-        file = ResultFile(Path("x.json"), "serving", "serving_x", "2026-01-02", rows)
-        texts = {
-            reservations(file) in text for text in (serving_table(file), serving_summary(file))
-        }
-        assert texts == {True}
-        return reservations(file)
-
-    assert said(OK, "abc") == ""
-    assert "prefill kernel alone" in said(OK, LAST_WITHOUT_16_BIT_DECODE + "282")
-    assert said("no kernel: nvfp4", "abc") == "`no kernel` holds for the commit that was measured."
-
-
-def test_the_summary_has_a_step_and_the_capacity_or_says_that_no_kernel_serves_it():
-    for status, time in ((OK, "3500 us"), ("no kernel: nvfp4", "no kernel")):
-        rows = rows_of(status)
-        file = ResultFile(Path("x.json"), "serving", "serving_x", "2026-01-02", rows)
-        fits = f"{rows[0]['workload']['kv_capacity_tokens']:,}"
-        text = serving_summary(file)
-        assert text.splitlines()[-1] == f"| gemma-4-31b | 2 | {time}, {fits} |"
-        assert "(the mean of 2)" in text and "40 GiB" in text
 
 
 def test_kernels_of_all_kinds_of_layers_are_told_once(monkeypatch):
@@ -328,3 +297,49 @@ def test_every_layer_has_a_kernel(name, tp_size, dtype):
     """On SM90: what is compared is what quantizing is worth, not who has a kernel."""
     for layer in trace.layers_of(model(name), dtype, tp_size):
         assert can_run(replace(layer.config, page_size=PAGE)) is None
+
+
+def test_the_mean_of_all_steps_is_read_off_the_line_through_the_samples():
+    times = [Timing(y, y - 1, y + 2) for y in (10.0, 20.0, 30.0)]
+    mean = mean_of_all(times, [1.0, 2.0, 3.0], 2.5)
+    assert mean.timing == Timing(25.0, 24.0, 27.0) and mean.standard_error == 0.0
+    times[1] = Timing(23.0, 22.0, 25.0)
+    mean = mean_of_all(times, [1.0, 2.0, 3.0], 2.0)
+    # Off the line by -1, 2 and -1; one degree of freedom.
+    assert mean.timing.median_us == 21.0 and mean.standard_error == pytest.approx(2**0.5)
+    assert mean_of_all(times, [1.0, 1.0, 1.0], 1.0) == (Timing(21.0, 20.0, 23.0), None)
+
+
+def test_the_estimate_is_surer_than_the_mean_of_as_many_steps():
+    """Of times that are proportional to what is read, but for a tenth: over the committed trace."""
+    all_steps = trace.simulate(TraceSpec())
+    layers = trace.layers_of(model("gemma-4-31b"), "fp8", 1)
+    for kind in (trace.PLAIN, trace.CHUNKED):
+        steps = Steps([step for step in all_steps if step.kind == kind])
+        work = steps.work(layers, "attention")
+        true = sum(work) / len(work)
+        sampled = Steps(trace.sample(all_steps, kind, 6))
+        chosen = sampled.work(layers, "attention")
+        times = [Timing(*(3 * [1e6 * x * (1.1 if i % 2 else 0.9)])) for i, x in enumerate(chosen)]
+        mean = mean_of_all(times, chosen, true)
+        assert abs(mean.timing.median_us / (1e6 * true) - 1) < 0.1
+        assert 0 < mean.standard_error < 0.1 * mean.timing.median_us
+
+
+def test_moved_bytes_of_steps_are_those_of_their_layers():
+    layers = [small_layers("fp8", window=50), small_layers("nvfp4")]
+    steps = Steps([Step((Work(4, 100), Work(1, 10)), 0), Step((Work(9, 9),), 9)])
+    for part in bench_serving.PARTS:
+        assert steps.moved(layers, part) == [
+            sum(
+                trace.calls_of(layer, part) * serving_inputs.moved_bytes(layer, step.work, part)
+                for layer in layers
+            )
+            for step in steps.steps
+        ]
+    assert steps.most_keys == 110
+
+
+def test_what_is_measured_is_listed():
+    done = CliRunner().invoke(bench_serving.main, ["--list", "--tp", "2", "--dtype", "fp8"])
+    assert done.output.splitlines() == ["gemma-4-31b TP2 fp8", "llama-3-70b TP2 fp8"]

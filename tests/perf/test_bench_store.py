@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import pytest
@@ -11,13 +12,15 @@ from cute_kernels.reference.store import gather_kv
 from perf import bench_store, writers
 from perf.bench_store import DTYPES, OURS, StoreCase
 from perf.compare import pairs
+from perf.inputs import ROTATED_BYTES
+from perf.reading import read_rows
 from perf.rows import (
+    BY_HAND,
     OK,
     Measurement,
     check_row,
     make_row,
     make_workload,
-    read_rows,
     write_rows,
 )
 from perf.timing import Timing
@@ -94,14 +97,18 @@ def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch, tmp_path):
         if case is second:
             raise KeyboardInterrupt
         timing = Timing(3.0, 3.0, 3.0)
-        return {OURS: Measurement(OK, 0.0, timing, timing, 9.0)}, METHOD, timing
+        results = {OURS: Measurement(OK, 0.0, timing, timing, 9.0), BASELINE: Measurement("absent")}
+        return results, METHOD, {"memcpy_tb_per_s": 3.0, "elementwise_tb_per_s": 4.0, "copy_gib": 9}
 
     monkeypatch.setattr(writers, "measure", measure)
     path = tmp_path / "rows.json"
     keep = partial(write_rows, path)
     with pytest.raises(KeyboardInterrupt):
-        writers.run(None, [first, second], MACHINE, 20, keep)
-    assert [row["case"] for row in read_rows(path)] == [first.name]
+        writers.run(bench_store.BENCHMARK, [first, second], MACHINE, 20, keep)
+    ours, theirs = read_rows(path)
+    assert ours["case"] == theirs["case"] == first.name
+    assert ours["read_ceiling_tb_per_s"] == 4.0 and ours["ceilings"]["memcpy_tb_per_s"] == 3.0
+    assert theirs["tuning"] == BY_HAND and "tuning" not in ours
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -109,3 +116,35 @@ def test_a_baseline_that_lacks_a_dtype_says_so(monkeypatch):
     monkeypatch.setattr(bench_store, "find_spec", lambda name: None)
     assert bench_store.why_not(BASELINE, StoreCase(1, "fp8")) == "not installed"
     assert bench_store.why_not(OURS, StoreCase(1, "nvfp4_mse")) is None
+
+
+@pytest.mark.parametrize("size", (16, 4096 + 16))
+def test_copies_read_and_write_all_of_their_own_bytes(size):
+    for name, calls in writers.copies(size, 3, "cpu").items():
+        assert len({id(call) for call in calls}) == 3, name
+        outputs = [call() for call in calls]
+        assert {out.numel() * out.element_size() for out in outputs} == {size}
+        assert len({out.data_ptr() for out in outputs}) == 3
+
+
+def test_copies_copy():
+    (memcpy,), (first,), (second,) = writers.copies(64, 1, "cpu").values()
+    assert torch.equal(memcpy(), memcpy.args[0])
+    for call in (first, second):
+        assert torch.equal(call(), ~call.args[0])
+    assert second().data_ptr() - first().data_ptr() == writers.ELSEWHERE
+
+
+def test_a_case_that_fits_in_l2_says_so():
+    small, large = StoreCase(1, "fp8"), StoreCase(4096, "fp8")
+    warm = writers.method_of(small, 256, 20, 60_000_000)
+    assert warm["rotated_bytes"] == 256 * small.moved_bytes and warm["fits_in_l2"]
+    cold = writers.method_of(large, 20, 20, 60_000_000)
+    assert cold["rotated_bytes"] == ROTATED_BYTES and "fits_in_l2" not in cold
+
+
+def test_results_are_kept_until_the_next_ones():
+    made = []
+    call = writers.keeping(lambda: made.append(torch.zeros(3)) or made[-1])
+    call()
+    assert sys.getrefcount(made[0]) > sys.getrefcount(torch.zeros(3)) + 1

@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from perf import rows as rows_module
 from perf.compare import MACHINE as MAY_DIFFER
 from perf.compare import NotComparable, compare, main
-from perf.rows import check_row, describe_machine, fingerprint, read_rows, sources, write_rows
-from tests.perf.helpers import MACHINE, METHOD, SMALL, make_test_row
+from perf.reading import read_rows
+from perf.rows import check_row, describe_machine, fingerprint, sources, write_rows
+from tests.perf.helpers import MACHINE, METHOD, SMALL, make_test_row, requires_module
 
 BASELINE = "triton_baseline"
 LATER = replace(MACHINE, date="2026-01-09T00:00:00+00:00")
@@ -119,10 +120,10 @@ def test_more_rounds_are_told():
 
 def test_a_card_that_was_slowed_down_is_told(tmp_path):
     old, new = make_test_row(), make_test_row(median=80.0, machine=LATER)
-    old["ceilings"], new["ceilings"] = {"read_tb_per_s": 3.5}, {"read_tb_per_s": 4.4}
+    old["ceilings"], new["ceilings"] = {"copy_tb_per_s": 3.5}, {"copy_tb_per_s": 4.4}
     done = run_cli(tmp_path, [old], [new])
-    assert "other ceilings: read_tb_per_s: 3.5 and 4.4" in done.output
-    old["ceilings"] = {"read_tb_per_s": 4.3}
+    assert "other ceilings: copy_tb_per_s: 3.5 and 4.4" in done.output
+    old["ceilings"] = {"copy_tb_per_s": 4.3}
     assert "other ceilings" not in run_cli(tmp_path, [old], [new]).output
 
 
@@ -179,12 +180,71 @@ def test_a_commit_that_was_typed_in_does_not_name_the_code(tmp_path):
 
 
 def test_errors_stand_beside_the_times(tmp_path):
-    rough = make_test_row(BASELINE, median=50.0)
+    rough = make_test_row("flashinfer_xqa", median=50.0)
     rough["rel_error"] = 0.032
     assert "3.2e-02, 1.7e-03" in run_cli(tmp_path, [make_test_row(), rough]).output
 
 
 def test_rows_come_back_as_they_were_written(tmp_path):
-    rows = [make_test_row(machine=replace(MACHINE, sources=sources())), make_test_row(BASELINE)]
+    machine = replace(MACHINE, sources=sources())
+    rows = [make_test_row(name, machine=machine) for name in ("cute_kernels", BASELINE)]
     write_rows(tmp_path / "r.json", rows)
     assert read_rows(tmp_path / "r.json") == rows
+
+
+TYPES = (("seed", False), ("page_size", 64.0), ("sinks", 0), ("extra", {}), ("versions.torch", "9"))
+
+
+@pytest.mark.parametrize(("name", "value"), TYPES, ids=str)
+def test_values_of_other_types_and_names_with_dots_are_other_work(tmp_path, name, value):
+    old = make_test_row(case=replace(SMALL, seed=0))
+    new = make_test_row(case=replace(SMALL, seed=0), machine=LATER)
+    new["workload"][name] = value
+    if name in new:
+        new[name] = value
+    new["fingerprint"] = fingerprint(new["workload"])
+    write_rows(tmp_path / "0.json", [old])
+    write_rows(tmp_path / "1.json", [new])
+    done = CliRunner().invoke(main, [str(tmp_path / f"{i}.json") for i in (0, 1)])
+    assert done.exit_code == 1 and name in done.output
+
+
+def compared(tmp_path, *options, cases=(SMALL,), lost=0):
+    for i, (machine, own) in enumerate(((MACHINE, cases), (LATER, cases[: len(cases) - lost]))):
+        rows = [make_test_row(case=case, machine=machine) for case in own]
+        write_rows(tmp_path / f"{i}.json", rows)
+    paths = [str(tmp_path / f"{i}.json") for i in (0, 1)]
+    return CliRunner().invoke(main, [*paths, *map(str, options)])
+
+
+def test_a_case_that_is_not_there_is_no_agreement(tmp_path):
+    cases = [replace(SMALL, batch=batch) for batch in (1, 2, 3)]
+    assert compared(tmp_path, "--within", "5", cases=cases).exit_code == 0
+    done = compared(tmp_path, "--within", "5", cases=cases, lost=2)
+    assert done.exit_code == 1
+    for case in cases[1:]:
+        assert f"had a time, has none: {case.name}: not in the new run" in done.output
+
+
+@pytest.mark.parametrize("within", ("inf", "nan", "-1"))
+def test_a_tolerance_is_one(tmp_path, within):
+    done = compared(tmp_path, "--within", within)
+    assert done.exit_code == 2 and "is no number of percent" in done.output
+
+
+def test_what_is_read_is_not_written_and_what_cannot_be_is_told(tmp_path):
+    requires_module("matplotlib")
+    before = compared(tmp_path) and (tmp_path / "0.json").read_bytes()
+    for options, message in (
+        (("--json", tmp_path / "0.json"), "is a result that is read"),
+        (("--json", tmp_path / "nowhere" / "r.json"), "no such folder"),
+        (("--png", tmp_path / "x.abc"), "x.abc: "),
+    ):
+        done = compared(tmp_path, *options)
+        assert isinstance(done.exception, SystemExit) and message in done.output
+    assert (tmp_path / "0.json").read_bytes() == before
+
+
+def test_brackets_are_no_markup(tmp_path):
+    write_rows(tmp_path / "r.json", [make_test_row(), make_test_row("[/b]")])
+    assert "[/b]" in CliRunner().invoke(main, [str(tmp_path / "r.json")]).output

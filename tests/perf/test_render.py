@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from perf import bench_prefill, plots, render, sections, targets
+from perf import bench_prefill, ceilings, committed, plots, render, sections, targets
 from perf.cases import ALL_CASES, DECODE_CASES
 from perf.rows import fingerprint, write_rows
 from perf.sections import ResultFile
@@ -35,7 +35,7 @@ def run(root, *arguments):
 
 
 def newest(root, kind):
-    return render.find(root / render.RESULTS)[kind][0][0]
+    return committed.find(root / render.RESULTS)[kind][0][0]
 
 
 def decode_file(rows, date="2026-01-02"):
@@ -58,15 +58,18 @@ def test_a_remark_stands_beside_the_table_of_its_file(copy):
     path = newest(copy, "prefill").path
     (copy / render.RESULTS / "remarks.json").write_text(json.dumps({path.name: "Said of it."}))
     assert run(copy, "--check").exit_code == 1
-    found = render.find(copy / render.RESULTS)
-    assert render.document(found, copy / render.RESULTS).count("Said of it.") == 1
-    assert render.readme_region(found).count("Said of it.") == 1
+    found = committed.read_results(copy)
+    assert render.document(found).count("Remark: Said of it.") == 1
+    assert render.readme_region(found).count("Remark: Said of it.") == 1
 
 
 def test_another_number_in_a_result_makes_the_pages_and_a_plot_stale(copy):
     file = newest(copy, "prefill")
-    for name in ("min_us", "median_us", "max_us"):
-        file.rows[0][name] *= 2
+    row = file.rows[0]
+    for name, factor in (("min_us", 2), ("median_us", 2), ("max_us", 2)):
+        row[name] *= factor
+    for name in ("tb_per_s", "pct_of_ceiling"):
+        row[name] /= 2
     write_rows(file.path, file.rows)
     done = run(copy, "--check")
     assert done.exit_code == 1
@@ -114,7 +117,10 @@ def test_an_edited_workload_stops_everything(copy):
 
 
 def test_every_case_of_every_shown_file_has_its_line():
-    found, page = render.find(render.ROOT / render.RESULTS), render.texts(render.ROOT)
+    found, page = (
+        committed.find(render.ROOT / render.RESULTS),
+        render.texts(render.ROOT, committed.read_results(render.ROOT)),
+    )
     for kind in ("decode", "prefill", "store"):
         for file, *_ in found[kind]:
             lines = page[render.DOCUMENT].split(f"### {file.label}, {file.date}")[1]
@@ -137,7 +143,8 @@ def test_a_loss_is_bold_a_tie_is_not_and_a_failure_is_named():
     ratios = [cells(table, case.name)[-2:] for case in cases]
     assert ratios == [["80.0", "**0.80**"], ["99.5", "0.99"], ["150.0", "1.50"], ["wrong", ""]]
     assert sections.standing(decode_file(rows)) == (
-        f"Against `{BASELINE}`: faster in 1 of 3 cases, within 1 % in 1, slower in 1."
+        f"Against `{BASELINE}`, whose rows do not say how it was tuned: faster in 1 of 3 cases, "
+        "within 1 % in 1, slower in 1."
         f" `vllm_fa4`: not installed. `{BASELINE}` at {cases[3].name}: wrong: NaN."
     )
 
@@ -156,21 +163,24 @@ def test_the_newest_file_is_shown_beside_the_one_before(copy):
     results = copy / render.RESULTS
     for path in results.iterdir():
         path.unlink()
-    other, gone = replace(SMALL, seed=99), replace(SMALL, batch=9)
+    other, gone, new_one = (
+        replace(SMALL, **change) for change in ({"seed": 99}, {"batch": 9}, {"q_len": 3})
+    )
     old = [make_test_row(median=120.0), make_test_row(case=gone)]
-    new = [make_test_row(machine=LATER), make_test_row(case=replace(SMALL, q_len=3), machine=LATER)]
+    new = [make_test_row(machine=LATER), make_test_row(case=new_one, machine=LATER)]
     write_rows(results / "2026-01-02_decode_x.json", old)
     write_rows(results / "2026-01-03_decode_x.json", new)
-    page = render.document(render.find(results), results)
+    page = render.document(committed.read_results(copy))
     assert "### decode_x, 2026-01-03" in page and "### decode_x, 2026-01-02" not in page
     between = page.split("and now, us:")[1]
     assert "| case | 0123456789ab, us | fedcba987654-dirty, us | times faster |" in between
     assert cells(between, SMALL.name) == [SMALL.name, "120.0", "100.0", "1.20"]
     assert "The machines differ in: driver: '1.2' and '2'." in between
-    assert f"In one run only: {gone.name}." in between
+    assert f"In one run only: {gone.name}, {new_one.name}." in between
     assert "driver 2; unknown; torch 2.11.0, triton 3.6.0; commit fedcba987654321-dirty" in page
+    write_rows(results / "2026-01-02_decode_x.json", [make_test_row(median=120.0)])
     write_rows(results / "2026-01-03_decode_x.json", [make_test_row(case=other, machine=LATER)])
-    page = render.document(render.find(results), results)
+    page = render.document(committed.read_results(copy))
     assert f"Refused: {SMALL.name}: the workloads differ in seed: 5 and 99." in page
 
 
@@ -187,7 +197,7 @@ def test_the_main_file_of_a_kind_goes_to_the_readme(copy):
     row = make_test_row(case=replace(SMALL, batch=77))
     write_rows(copy / render.RESULTS / "2026-01-02_decode_partial_h200.json", [row])
     assert newest(copy, "decode").label == "decode_h200"
-    pages = render.texts(copy)
+    pages = render.texts(copy, committed.read_results(copy))
     assert row["case"] in pages[render.DOCUMENT] and row["case"] not in pages[render.README]
 
 
@@ -204,7 +214,7 @@ def test_the_region_alone_is_replaced():
 
 def test_plots_carry_their_data_and_are_the_same_twice(tmp_path):
     requires_module("matplotlib")
-    wanted = render.all_plots(render.ROOT)
+    wanted = render.all_plots(committed.read_results(render.ROOT))
     for plot in wanted:
         plot.write(tmp_path)
         first = (tmp_path / plot.name).read_bytes()
@@ -237,7 +247,10 @@ def test_store_targets():
     ours = {row["case"]: row for row in rows if row["provider"] == targets.OURS}
     decode, prefill = ours["fp8 T256 8x128"], ours["fp8 T4096 8x128"]
     assert [v.met for v in targets.verdicts({**decode, "median_us": 4.01}, rows)] == [False]
-    assert [v.met for v in targets.verdicts({**prefill, "pct_of_ceiling": 80.0}, rows)] == [True]
+    best = 100 * prefill["tb_per_s"] / ceilings.share(prefill, rows)
+    for share, met in ((80.1, True), (79.9, False)):
+        row = {**prefill, "tb_per_s": best * share / 100, "pct_of_ceiling": share}
+        assert [v.met for v in targets.verdicts(row, [row])] == [met]
     search, plain = ours["nvfp4_4over6 T1024 8x128"], ours["nvfp4 T1024 8x128"]
     for factor, met in ((1.04, True), (1.06, False)):
         row = {**search, "median_us": factor * plain["median_us"]}

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from perf.rows import check_row, describe_machine, fingerprint, read_rows, write_rows
+from perf.reading import read_rows
+from perf.rows import check_row, describe_machine, fingerprint, write_rows
 from tests.perf.helpers import MACHINE, METHOD, SMALL, make_test_row
 
 # What other tools of the project read.

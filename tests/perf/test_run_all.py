@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,10 +13,24 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from perf import render, run_all
+from perf import committed, render, run_all
+from perf.bench_store import StoreCase
 from perf.providers import select_providers
-from tests.perf.helpers import make_test_row
+from perf.rows import Measurement, make_row, make_workload
+from perf.timing import Timing
+from tests.perf.helpers import MACHINE, METHOD
 from tests.requires import requires_module
+
+
+def write_like_committed(file, rows=None):
+    """A whole file of the kind, as far as it is read: a copy of a committed one."""
+    kind = file.stem.split("_")[1]
+    found = committed.find(run_all.ROOT / committed.RESULTS)[kind]
+    like = next((each for each, *_ in found if each.label == file.stem[11:]), found[0][0])
+    text = like.path.read_text(encoding="utf-8")
+    if rows is not None:
+        text = json.dumps(json.loads(text)[:rows])
+    file.write_text(text, encoding="utf-8")
 
 
 @pytest.fixture
@@ -28,7 +42,7 @@ def calls(monkeypatch):
         found.append((command, bundle))
         limits[command[2]] = limit
         if command[2] not in ("perf.bundle", "perf.compare"):
-            Path(next(word for word in command if word.endswith(".json"))).touch()
+            write_like_committed(Path(next(word for word in command if word.endswith(".json"))))
         return statuses.get(command[2], "")
 
     monkeypatch.delenv(run_all.BUNDLE_VARIABLE, raising=False)
@@ -107,9 +121,11 @@ def test_one_failure_stops_nothing_and_is_told(calls, tmp_path):
     done = invoke("--out", tmp_path)
     assert done.exit_code == 1
     lines = {line.split()[0]: line for line in done.output.splitlines()}
-    assert "failed: exit status 1; no rows" in lines["decode"]
+    assert "failed: exit status 1; 216 rows are in unchecked/" in lines["decode"]
     assert lines["accuracy_smollm2"].endswith("ok")
-    assert "not as 2026-" in lines["store"] and "not as 2026-" in lines["decode"]
+    assert "not as 2026-" in lines["store"]
+    written = {path.name.split("_", 1)[1] for path in tmp_path.glob("*.json")}
+    assert "store_h200.json" in written and "decode_h200.json" not in written
     assert [c[2] for c, _ in found].count("perf.bench_serving") == 1
 
 
@@ -136,8 +152,11 @@ def test_what_does_not_fit_into_the_time_is_told(calls, tmp_path, monkeypatch):
     now = [1000.0]
 
     def slow(command, limit=None, bundle=None):
+        if command[2] == "perf.compare":
+            return ""
         calls[0].append((command, bundle))
         calls[2][command[2]] = limit
+        write_like_committed(Path(command[-1]))
         now[0] += 100 if command[2] == "perf.bench_decode" else 15
         return ""
 
@@ -152,24 +171,92 @@ def test_what_does_not_fit_into_the_time_is_told(calls, tmp_path, monkeypatch):
     assert lines["serving"].endswith("ok")
 
 
-def test_a_file_is_not_compared_with_itself(tmp_path, monkeypatch):
-    folder = tmp_path / render.RESULTS
-    folder.mkdir(parents=True)
-    for date in ("2026-01-01", "2026-01-02"):
-        (folder / f"{date}_decode_x.json").write_text(json.dumps([make_test_row()]), "utf-8")
-    monkeypatch.setattr(run_all, "ROOT", tmp_path)
-    new = folder / "2026-01-02_decode_x.json"
-    assert run_all.committed("decode", "decode_x", new).name == "2026-01-01_decode_x.json"
-    assert run_all.committed("decode", "decode_y", new) is None
-    shutil.rmtree(folder)
-    folder.mkdir()
-    assert run_all.committed("decode", "decode_x", new) is None
+def results_in(folder, monkeypatch):
+    """perf/results of a tree, with a store file of today, which is returned."""
+    results = folder / committed.RESULTS
+    results.mkdir(parents=True)
+    monkeypatch.setattr(run_all, "ROOT", folder)
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    file = results / f"{today}_store_h200.json"
+    file.write_text(json.dumps([store_row("fp8"), store_row("nvfp4")]), encoding="utf-8")
+    return file
+
+
+def store_row(dtype, factor=1.0):
+    case = StoreCase(4096, dtype)
+    timing = Timing(*(factor * us for us in (100.0, 90.0, 110.0)))
+    measured, workload = Measurement("ok", 0.0, timing), make_workload(case, MACHINE, METHOD)
+    return make_row("cute_kernels", case, measured, workload, MACHINE, 4.0, case.moved_bytes)
+
+
+WHOLE = [store_row("fp8", 2.0), store_row("nvfp4", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "agrees", "problem"),
+    (
+        (WHOLE, "", True, ""),
+        (WHOLE, "", False, "not as {name}, which stays; 2 rows are in unchecked/{name}"),
+        (WHOLE[:1], "", True, "not whole: 1 cases or rows, {name} has 2; 1 rows are in unchecked/"),
+        (WHOLE, "exit status 1", True, "failed: exit status 1; 2 rows are in unchecked/{name}"),
+        ([], "", True, "not whole: {name}: no list of rows; 0 rows are in unchecked/{name}"),
+    ),
+)
+def test_a_committed_file_stays_until_a_whole_one_agrees(
+    calls, tmp_path, monkeypatch, rows, status, agrees, problem
+):
+    """Also one of the same day: it alone is what the new one can be compared with."""
+    file = results_in(tmp_path, monkeypatch)
+    before, compared = file.read_bytes(), []
+
+    def run(command, limit=None, bundle=None):
+        if command[2] == "perf.compare":
+            compared.append(command[3:5])
+            assert file.read_bytes() == before
+            return "" if agrees else "exit status 1"
+        Path(command[-1]).write_text(json.dumps(rows), encoding="utf-8")
+        return status
+
+    monkeypatch.setattr(run_all, "run", run)
+    done = invoke("--out", file.parent, "--bundle", tmp_path, "--only", "store")
+    unchecked = file.parent / run_all.UNCHECKED / file.name
+    assert done.exit_code == bool(problem) and problem.format(name=file.name) in done.output
+    assert (file.read_bytes() == before) == unchecked.exists() == bool(problem)
+    assert all(pair == [str(file), str(unchecked)] for pair in compared)
+    assert bool(compared) == (rows == WHOLE and not status)
+
+
+def test_a_part_adds_to_what_is_there_and_takes_nothing_from_it(calls, tmp_path, monkeypatch):
+    """Of a model that failed the rows of before stay, and those of the others."""
+    found = committed.find(run_all.ROOT / committed.RESULTS)["accuracy"]
+    rows = next(file.rows for file, *_ in found if file.label == "accuracy_h200")
+
+    def run(command, limit=None, bundle=None):
+        path, model = Path(command[-1]), command[command.index("--model") + 1]
+        there = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        there += [row for row in rows if row["model"] == model]
+        path.write_text(json.dumps(there), encoding="utf-8")
+        return "exit status 1" if model == "gemma3-270m" else ""
+
+    monkeypatch.setattr(run_all, "run", run)
+    names = [f"--only=accuracy_{name}" for name in ("smollm2", "gemma3")]
+    done = invoke("--out", tmp_path, "--bundle", tmp_path, *names)
+    assert done.exit_code == 1 and "failed: exit status 1" in done.output
+    (file,) = tmp_path.glob("*.json")
+    assert {row["model"] for row in json.loads(file.read_text(encoding="utf-8"))} == {"smollm2"}
+    assert [p.name.split("_")[2] for p in (tmp_path / run_all.UNCHECKED).iterdir()] == ["gemma3"]
 
 
 def test_a_dry_run_runs_nothing(calls, tmp_path):
     done = invoke("--out", tmp_path / "new", "--dry-run", "--only", "store")
     assert done.exit_code == 0 and not calls[0] and not (tmp_path / "new").exists()
     assert done.output.count("perf.bench_store") == done.output.count("\n") == 1
+
+
+def test_a_dry_run_says_what_may_not_begin(calls, tmp_path):
+    done = invoke("--out", tmp_path, "--dry-run", "--total", 200)
+    lines = done.output.splitlines()
+    assert ["if those before leave time" in line for line in lines[:3]] == [False, False, True]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, tmp_path):
@@ -202,7 +289,7 @@ def test_a_process_and_its_children_are_ended_in_time(tmp_path):
     start = time.monotonic()
     assert run_all.run([sys.executable, "-c", code], 2) == "not done after 2 s"
     assert time.monotonic() - start < 20
-    assert run_all.rows_in(rows) == "2 rows are there"
+    assert run_all.rows_in(rows) == f"2 rows are in {tmp_path.name}/rows.json"
     time.sleep(4)
     assert not late.exists()
 
@@ -225,4 +312,4 @@ def test_what_a_failure_left_is_told(tmp_path):
     file.write_text("{", encoding="utf-8")
     assert run_all.rows_in(file) == "no rows"
     file.write_text("{}", encoding="utf-8")
-    assert run_all.rows_in(file) == "its file is there"
+    assert run_all.rows_in(file) == f"its file is in {tmp_path.name}/r.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perf.cases import DECODE_CASES
+from perf.cases import ALL_CASES, DECODE_CASES, UNIFORM
 from tests.perf.helpers import requires_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ def interpreted():
 
 
 def test_interpreted_numbers(interpreted):
-    assert len(interpreted) == 21
+    assert len(interpreted) == 22
     assert {name: wrong for name, wrong in interpreted.items() if wrong} == {}
 
 
@@ -98,6 +99,14 @@ def test_nearest_tuned_configuration(plan, monkeypatch):
     assert plan.choose_config(64, 16, 11) == plan.untuned_config(64, 16)
 
 
+def test_no_configuration_in_use_is_miscompiled(plan):
+    assert plan.miscompiled(64, 64, 4)
+    for head_size, rows in itertools.product((64, 128, 256, 512), (16, 32, 64, 128)):
+        for bucket in range(16):
+            config = plan.choose_config(head_size, rows, bucket)
+            assert not plan.miscompiled(head_size, rows, config.num_warps)
+
+
 def test_tuned_configurations_load(plan):
     for (head_size, rows), of_shape in plan.tuned_configs().items():
         assert head_size in (64, 128, 256, 512)
@@ -105,13 +114,16 @@ def test_tuned_configurations_load(plan):
         assert all(config.block_n in (32, 64, 128) for config in of_shape.values())
 
 
-def test_every_configuration_in_use_compiles_and_fits(compiler):
+def test_every_configuration_in_use_compiles_and_fits(compiler, plan):
+    """Measured ones may spill (the fastest of 32 rows at head size 512 does), guesses may not."""
     shapes = compiler.bench_shapes()
     assert {shape.head_size for shape in shapes} == {case.head_size for case in DECODE_CASES}
     for shape in shapes:
+        measured = (shape.head_size, shape.rows) in plan.tuned_configs()
         for config in compiler.configs_in_use(shape):
             resources, _ = compiler.compile_kernel(shape, config)
-            assert resources.fits, f"{shape} {config}: {resources}"
+            fits = resources.shared <= compiler.SMEM_BYTES if measured else resources.fits
+            assert fits, f"{shape} {config}: {resources}"
 
 
 def test_v_goes_through_ldmatrix_trans_and_loads_are_16_bytes(compiler):
@@ -173,3 +185,26 @@ def test_tuning_keeps_one_configuration_a_key(plan):
     merged = tune.merge(entries)
     assert [entry["case"] for entry in merged] == [other.name, slow.name]
     assert plan.DecodeConfig(**merged[0]["config"]) == config
+
+
+def test_tuning_some_shapes_again_keeps_the_others(plan):
+    from perf.baselines import tune
+
+    def run(date, *buckets):
+        keys = [{"head_size": 64, "rows": 16, "work_bucket": bucket} for bucket in buckets]
+        return {"machine": {"date": date}, "configs": keys}
+
+    first = tune.with_run([], run("first", 10, 11))
+    second = tune.with_run(first, run("second", 11, 12))
+    assert second == [run("first", 10), run("second", 11, 12)]
+    assert tune.with_run(second, run("third", 10)) == [run("second", 11, 12), run("third", 10)]
+
+
+def test_all_uniform_fp8_cases_can_be_tuned(plan):
+    from perf.baselines import tune
+
+    assert {case.name for case in tune.TUNED_CASES} == {
+        case.name
+        for case in ALL_CASES
+        if case.kv_cache_dtype == "fp8_e4m3" and case.lengths == UNIFORM
+    }
