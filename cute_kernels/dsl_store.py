@@ -275,6 +275,20 @@ def atomic_add_shared(address: Int32, x: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def atomic_add_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
+    """What was there before. Orders nothing."""
+    ptx = "atom.relaxed.gpu.global.add.u32 $0, [$1], $2;"
+    return _asm([Int32], [address, x], ptx, "=r,l,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def atomic_add_acq_rel_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
+    """What was there before."""
+    ptx = "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;"
+    return _asm([Int32], [address, x], ptx, "=r,l,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def ld_shared_b64(address: Int32, *, loc=None, ip=None):
     return _asm([Int64], [address], "ld.shared.b64 $0, [$1];", "=l,r,~{memory}", True, loc, ip)
 

@@ -124,7 +124,7 @@ def contracts() -> tuple[KernelContract, ...]:
     Several may take the same call. A sequence is then served by the one whose pass over K and V
     holds its packed rows with the fewest to spare, see ``attention/route_sm90.py``.
     """
-    # Not those that read what another kernel made of an FP8 cache.
+    # Not those that read copies of an FP8 or nvfp4 cache.
     prefill = [each for each in prefill_sm90.support_table() if not each.reads_copies]
     return (
         _decode_sm90("decode_sm90", decode_sm90.QUANTIZED_FORMATS),
@@ -179,11 +179,11 @@ def _prefill_sm90(name: str, variants: list[prefill_sm90.PrefillConfig]) -> Kern
 
 
 def _prefill_sm90_nvfp4() -> KernelContract:
-    """The 16-bit kernel on fp16 copies of an nvfp4 cache, which no prefill kernel reads itself."""
+    """The 16-bit kernel on fp16 copies of an nvfp4 cache."""
     name, storage = "prefill_sm90_nvfp4", "nvfp4"
     sizes = widen_sm90.head_sizes(storage)
     variants = [
-        prefill_sm90.widened_config(size, q_dtype)
+        prefill_sm90.widened_config(size, q_dtype, storage)
         for size in sizes
         for q_dtype in decode_sm90.Q_DTYPES
     ]

@@ -226,12 +226,12 @@ def test_caches_are_read_by_the_kernels_of_their_format(monkeypatch):
 
 
 def test_the_kernel_that_reads_copies_of_nvfp4():
-    contract, variants = PREFILL_NVFP4, widen_config.support_table()
-    sizes = {each.head_size for each in variants if each.kv_format == "nvfp4"}
+    contract = PREFILL_NVFP4
+    sizes = set(widen_config.head_sizes("nvfp4"))
     assert set(contract.head_sizes) == sizes <= set(DECODE_SM90.head_sizes)
     assert contract.kv_cache_formats == ("nvfp4",) and contract.q_dtypes == DECODE_SM90.q_dtypes
-    copies = [each for each in prefill_config.support_table() if each.reads_copies]
-    assert {each.head_size for each in copies} >= sizes
+    table = prefill_config.support_table()
+    assert {each.head_size for each in table if each.copies_from == "nvfp4"} == sizes
     for head_size, rows in contract.least_rows:
         assert rows == widen_config.min_rows("nvfp4", head_size)
         assert rows > DECODE_SM90.max_packed_rows(head_size)
@@ -239,16 +239,17 @@ def test_the_kernel_that_reads_copies_of_nvfp4():
 
 
 def test_copies_of_fp8_keys_are_told_as_the_route_makes_them():
-    """And as the plans of `kvcache warmup` have the kernel that writes them."""
+    """And as the table has the kernel that makes them."""
     assert PREFILL_SM90.max_copy_bytes == PREFILL_NVFP4.max_copy_bytes == widen_config.MAX_BYTES
     for head_size in PREFILL_SM90.head_sizes:
         rows = dict(PREFILL_SM90.copied_from_rows).get(head_size)
         assert rows == widen_config.min_rows("fp8_e4m3", head_size)
-    sizes = {each.head_size for each in widen_config.support_table() if "fp8" in each.kv_format}
+    table = prefill_config.support_table()
+    sizes = {each.head_size for each in table if each.copies_from == "fp8_e4m3"}
     assert {size for size, _ in PREFILL_SM90.copied_from_rows} == sizes
     lines = [line for line in support_table_markdown().splitlines() if "fp16 copies" in line]
     fp8, nvfp4 = (lines[0].split(" | ")[index] for index in (3, 5))
-    assert fp8.startswith("of at most 512 MiB, of sequences of as many rows: 8192 at head size 64")
+    assert fp8.startswith("of at most 512 MiB, of sequences of as many rows: 1024 at head size 64")
     assert nvfp4 == "of at most 512 MiB, always |"
 
 

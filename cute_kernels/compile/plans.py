@@ -174,9 +174,7 @@ def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
     if not isinstance(workload, AttentionWorkload) or workload.q_dtype not in decode_sm90.Q_DTYPES:
         return []
     storage, head_size = get_kv_cache_dtype(workload.kv_cache_dtype).storage, workload.head_size
-    widened = [
-        prefill_sm90.widened_config(head_size, workload.q_dtype) for _ in _widen_sm90(workload)
-    ]
+    widened = _widened_sm90(workload, storage)
     if storage not in ("fp8_e4m3", workload.q_dtype):
         return widened
     if head_size not in prefill_sm90.head_sizes(storage):
@@ -191,16 +189,14 @@ def _prefill_sm90(workload: Workload) -> list[prefill_sm90.PrefillConfig]:
     return needed + widened
 
 
-def _widen_sm90(workload: Workload) -> list[widen_sm90.WidenConfig]:
+def _widened_sm90(workload: AttentionWorkload, storage: str) -> list[prefill_sm90.PrefillConfig]:
     """Where a sequence of an FP8 or nvfp4 cache may have so many query tokens."""
-    if not isinstance(workload, AttentionWorkload) or workload.deterministic:
+    least = widen_sm90.min_rows(storage, workload.head_size)
+    if workload.deterministic or least is None:
         return []
-    storage, head_size = get_kv_cache_dtype(workload.kv_cache_dtype).storage, workload.head_size
-    least = widen_sm90.min_rows(storage, head_size)
-    if least is None or workload.q_dtype not in decode_sm90.Q_DTYPES:
+    if workload.group * workload.max_query_tokens < least:
         return []
-    wanted = workload.group * workload.max_query_tokens >= least
-    return [widen_sm90.WidenConfig(head_size, storage)] if wanted else []
+    return [prefill_sm90.widened_config(workload.head_size, workload.q_dtype, storage)]
 
 
 def _decode_sm90(workload: Workload) -> list[decode_sm90.DecodeConfig]:
@@ -294,14 +290,6 @@ KERNELS = {
             "cute_kernels.attention.prefill_sm90.build:compile_prefill",
             prefill_sm90.support_table,
             _prefill_sm90,
-        ),
-        Compilable(
-            "widen_sm90",
-            ("sm_90a",),
-            widen_sm90.WidenConfig,
-            "cute_kernels.attention.widen_sm90.build:compile_widen",
-            widen_sm90.support_table,
-            _widen_sm90,
         ),
         *(
             Compilable(

@@ -46,23 +46,19 @@ def test_long_queries_over_nvfp4_read_widened_keys(head_size):
 def test_launch_arguments_of_a_call_with_widened_nvfp4_keys(monkeypatch):
     case = AttentionCase(id="wide", kv_lens=(70, 300), q_lens=(3, 200), layout="HND")
     inputs = make_nvfp4_inputs(case)
-    widen, attention = launched(monkeypatch, inputs, 511, 320)
-    name, _, addresses, strides, _, target = widen
-    assert target[4:] == (320, 2**30, 511, 1), "812 rows are one sequence of 512 at most"
-    assert name == "widen_sm90_nvfp4_d128"
+    ((name, _, addresses, strides, _, scalars, target),) = launched(monkeypatch, inputs, 511, 320)
+    assert name == "prefill_sm90_fp16_d128_r128_bf16_box64_from_nvfp4"
+    assert target[3:] == (320, 1), "812 rows are one sequence of 512 at most"
+    assert addresses[6] == inputs["k_descale"].data_ptr(), "global scales are not in the copies"
     assert addresses[11:] == tuple(inputs[f"{side}_block_scale"].data_ptr() for side in "kv")
     assert strides[15:18] == inputs["k_block_scale"].stride()[:3]
-    name, _, addresses, strides, _, scalars = attention
-    assert name == "prefill_sm90_fp16_d128_r128_bf16_box64"
-    assert addresses[6] == inputs["k_descale"].data_ptr(), "global scales stay the kernel's"
-    assert len(addresses) == 11 and len(strides) == 15
-    assert strides[2:8] == (16, 256, 320 * 256) * 2 and scalars[4] == 511
+    assert scalars[2:5] == (2**30, 0, 511)
 
 
 def test_what_a_model_with_long_queries_needs_compiled():
     workload = AttentionWorkload(128, 32, 4, "bf16", "nvfp4_4over6", (64, 16), 1024)
     names = {unit.config.name for unit in units_for(workload, "sm_90a")}
-    assert {"widen_sm90_nvfp4_d128", "prefill_sm90_fp16_d128_r128_bf16_box64"} <= names
+    assert "prefill_sm90_fp16_d128_r128_bf16_box64_from_nvfp4" in names
     assert not any(name.startswith("prefill_sm90_fp8") for name in names)
     few = replace(workload, max_query_tokens=widen_sm90.min_rows("nvfp4", 128) // 8 - 1)
-    assert not {unit.kernel for unit in units_for(few, "sm_90a")} & {"prefill_sm90", "widen_sm90"}
+    assert "prefill_sm90" not in {unit.kernel for unit in units_for(few, "sm_90a")}

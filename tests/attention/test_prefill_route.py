@@ -74,7 +74,7 @@ def test_budgets(config):
 
 def test_the_support_table_has_every_variant_once():
     names = [config.name for config in support_table()]
-    assert len(set(names)) == len(names) == (4 + 4) * 2 * 3 + 4
+    assert len(set(names)) == len(names) == (4 + 4) * 2 * 3 + (3 + 4) * 2
     assert {config.head_size for config in support_table()} == set(HEAD_SIZES)
 
 
@@ -120,14 +120,14 @@ def test_long_queries_over_an_fp8_cache_read_widened_keys():
         {"deterministic": True},
         {"kv_format": "bf16"},
         {"head_size": 512},
-        {"max_seqlen_q": 255, "total_q": 1020},
+        {"max_seqlen_q": 127, "total_q": 508},
         {"keys": 1 << 17},  # too much memory
     ):
         assert route(bounds_of(**fields), SM_COUNT).capacity == 0
 
 
 @pytest.mark.parametrize(
-    ("q", "k", "keys"), ((255, 4000, 0), (256, 1, 2048), (300, 2048, 2048), (300, 2049, 4096))
+    ("q", "k", "keys"), ((127, 4000, 0), (128, 1, 2048), (300, 2048, 2048), (300, 2049, 4096))
 )
 def test_what_the_choice_may_know_of_the_key_lengths(q, k, keys):
     assert widen_sm90.rounded_keys(q, k) == keys
@@ -215,6 +215,7 @@ def launched(monkeypatch, inputs: dict, skip_rows: int, capacity: int = 0) -> li
     )
     monkeypatch.setattr(arch, "current_device", lambda: None)  # a CPU tensor's index
     monkeypatch.setattr(launches, "current_stream", lambda index: 0)
+    monkeypatch.setattr(launches, "counters_for", lambda _, __, n: torch.zeros(n).to(torch.int32))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     problem = validate(**inputs)
@@ -246,21 +247,26 @@ def test_launch_arguments_of_a_call_with_widened_keys(monkeypatch):
     )
     inputs = make_inputs(case)
     k = inputs["k"]
-    widen, attention = launched(monkeypatch, inputs, 64, 320)
-    name, offsets, addresses, strides, sizes, target = widen
-    assert name == "widen_sm90_fp8_e4m3_d128" and offsets is inputs["cu_seqlens_q"]
+    ((name, offsets, *operands, scalars, target),) = launched(monkeypatch, inputs, 64, 320)
+    addresses, strides, sizes = operands
+    assert name == "prefill_sm90_fp16_d128_r128_bf16_box64_from_fp8_e4m3"
+    assert offsets is inputs["cu_seqlens_q"] and addresses[0] == inputs["q"].data_ptr()
     assert addresses[1] == k.data_ptr() and strides[2:5] == k.stride()[:3]
+    assert addresses[10] == inputs["block_table"].data_ptr()
+    assert sizes[:4] == (2, 203, 2, 3)
     assert sizes[5:] == (k.shape[0], 64, inputs["block_table"].shape[1], 1, 1)
-    size = 2 * 2 * 320 * 128 * 2  # batch, heads, tokens, elements, bytes
-    at = target[0]
-    assert target == (at, at + size, at + 2 * size, at + 2 * size + 8, 320, 50, 64, 2)
-    name, offsets, addresses, strides, sizes, scalars = attention
-    assert name == "prefill_sm90_fp16_d128_r128_bf16_box64" and offsets is inputs["cu_seqlens_q"]
-    assert addresses[0] == inputs["q"].data_ptr() and addresses[1:3] == target[:2]
-    assert addresses[8:] == (target[3], target[2], 0), "lengths, starts, no table"
-    assert strides[2:8] == (16, 256, 640 * 256) * 2, "bytes of pages, tokens, heads"
-    assert sizes[:4] == (2, 203, 2, 3) and sizes[5:] == (1, 640, 1, 0, 1)
     assert scalars[2:5] == (50, 0, 64)
+    size = 2 * 2 * 320 * 128 * 2  # batch, heads, tokens, elements, bytes
+    at, counters = target[0], target[2]
+    assert target == (at, at + size, counters, 320, 2)
+
+
+def test_counters_of_copies():
+    """One a block of 64 tokens, head and copy, behind the head; few different sizes."""
+    for copies, heads, capacity in ((1, 1, 64), (2, 2, 320), (1, 16, 1 << 15), (7, 3, 2048)):
+        needed = widen_sm90.COUNTERS_HEAD + copies * heads * capacity // 64
+        count = widen_sm90.counters_of(copies, heads, capacity)
+        assert needed <= count < 2 * needed and count & (count - 1) == 0
 
 
 def test_launch_arguments_of_ragged_and_16_bit_calls(monkeypatch):
@@ -287,10 +293,9 @@ def test_what_a_model_with_long_queries_needs_compiled():
     names = {unit.config.name for unit in units_for(workload, "sm_90a")}
     prefill = {name for name in names if name.startswith("prefill")}
     direct = {f"prefill_sm90_fp8_e4m3_d128_r128_bf16_box{box}" for box in (16, 64)}
-    assert prefill == direct | {"prefill_sm90_fp16_d128_r128_bf16_box64"}
-    assert "widen_sm90_fp8_e4m3_d128" in names
-    middle = units_for(replace(workload, max_query_tokens=255), "sm_90a")
-    assert {unit.kernel for unit in middle} & {"prefill_sm90", "widen_sm90"} == {"prefill_sm90"}
+    assert prefill == direct | {"prefill_sm90_fp16_d128_r128_bf16_box64_from_fp8_e4m3"}
+    middle = units_for(replace(workload, max_query_tokens=127), "sm_90a")
+    assert {each.config.name for each in middle if each.kernel == "prefill_sm90"} == direct
     wide = AttentionWorkload(128, 32, 4, "bf16", "bf16", (64,), 9)
     kinds = {(unit.kernel, unit.config.kv_format) for unit in units_for(wide, "sm_90a")}
     assert kinds == {("prefill_sm90", "bf16"), ("decode_sm90", "bf16")}
@@ -302,7 +307,8 @@ def test_what_a_model_with_long_queries_needs_compiled():
     assert units_for(same_bits, "sm_90a") == units_for(short, "sm_90a")
     long = replace(workload, deterministic=True)
     assert {unit.kernel for unit in units_for(long, "sm_90a")} >= {"prefill_sm90", "decode_sm90"}
-    assert not any(unit.kernel == "widen_sm90" for unit in units_for(long, "sm_90a"))
+    units = units_for(long, "sm_90a")
+    assert not any(unit.kernel == "prefill_sm90" and unit.config.reads_copies for unit in units)
 
 
 # ---- who works on what -------------------------------------------------------------------------
@@ -322,7 +328,9 @@ def items_of(q_lens, kv_lens, group, kv_heads, rows, left, right, skip_rows) -> 
     starts = [sum(q_lens[:b]) for b in range(len(q_lens) + 1)]
     lengths = common.Lengths(Memory(starts), Memory(kv_lens), None, 1)
     magic = -(-(1 << 32) // group)
-    shape = plan.Shape(len(q_lens), kv_heads, group, magic, left, right, skip_rows)
+    shape = plan.Shape(
+        len(q_lens), kv_heads, group, magic, left, right, skip_rows, common.UNLIMITED
+    )
     packed = sum(q_lens) * group
     ctas = min(packed, packed // rows + len(q_lens)) * kv_heads
     found = [plan.find_item(lengths, shape, cta, rows) for cta in range(ctas)]

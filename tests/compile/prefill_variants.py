@@ -1,5 +1,4 @@
-"""Compile the prefill kernels' variants for sm_90a, and those of the kernel that widens keys for
-them, without a GPU, and say what came out.
+"""Compile the prefill kernels' variants for sm_90a, without a GPU, and say what came out.
 
 The DSL is loaded by the worker processes only, as in `variants.py`.
 """
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.attention.prefill_sm90.config import PrefillConfig, support_table
-from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from cute_kernels.compile.plans import compile_options
 from tests.compile import cubin
 from tests.compile.variants import REMARKS, TARGET, WORKERS, stderr_to, worker_pool
@@ -25,12 +23,12 @@ def compile_all(folder: Path) -> Report:
     with worker_pool(WORKERS) as pool:
         futures = {
             config.name: pool.submit(compile_one, config, folder / str(i))
-            for i, config in enumerate([*support_table(), *widen_sm90.support_table()])
+            for i, config in enumerate(support_table())
         }
         return {name: future.result() for name, future in futures.items()}
 
 
-def compile_one(config: PrefillConfig | widen_sm90.WidenConfig, folder: Path) -> Report:
+def compile_one(config: PrefillConfig, folder: Path) -> Report:
     """{"error"} and, where it is "", the fields of `cubin.Launch`, `Usage` and `Code`, and
     "remarks"; runs in a worker process."""
     folder.mkdir(parents=True)
@@ -40,11 +38,8 @@ def compile_one(config: PrefillConfig | widen_sm90.WidenConfig, folder: Path) ->
         return {"error": traceback.format_exc()}
 
 
-def _compile_and_inspect(config: PrefillConfig | widen_sm90.WidenConfig, folder: Path) -> Report:
-    if isinstance(config, PrefillConfig):
-        from cute_kernels.attention.prefill_sm90.build import compile_prefill as compiled
-    else:
-        from cute_kernels.attention.widen_sm90.build import compile_widen as compiled
+def _compile_and_inspect(config: PrefillConfig, folder: Path) -> Report:
+    from cute_kernels.attention.prefill_sm90.build import compile_prefill as compiled
 
     printed = folder / "stderr"
     options = f"{compile_options(TARGET)} --keep-cubin --dump-dir={folder}"

@@ -12,7 +12,6 @@ from cute_kernels.attention.prefill_sm90.config import (
     smem_bytes,
     support_table,
 )
-from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from tests.compile.cubin import count
 from tests.compile.prefill_variants import Report
 
@@ -24,9 +23,12 @@ MAX_STACK_BYTES = {64: 16, 128: 128, 256: 128, 512: 48}
 # Of the 16-bit kernel only that producer spills, and at head size 512 addresses of the output.
 MAX_STACK_BYTES_16_BITS = 32
 MAX_STACK_BYTES_16_BITS_D512 = 160
+# Where warps copy, consumers have 16 registers fewer: what an item's last rows need is kept in
+# memory while it is walked.
+MAX_STACK_BYTES_WIDENED = 48
 
 
-def compiled(report: Report, config: PrefillConfig | widen_sm90.WidenConfig) -> Report:
+def compiled(report: Report, config: PrefillConfig) -> Report:
     variant = report[config.name]
     assert not variant["error"], variant["error"]
     return variant
@@ -37,6 +39,8 @@ def _most_stack(config: PrefillConfig) -> int:
         return MAX_STACK_BYTES[config.head_size]
     if config.head_size == 512:
         return MAX_STACK_BYTES_16_BITS_D512
+    if config.reads_copies:
+        return MAX_STACK_BYTES_WIDENED
     return MAX_STACK_BYTES_16_BITS if config.box_tokens == 16 else 0
 
 
@@ -69,7 +73,8 @@ def test_instructions(prefill_report, config):
     else:
         assert count(opcodes, "UTMALDG") == 2 * boxes * (config.head_bytes // 128)
         assert (shared, registers) == (scores, values), "P stays in registers"
-    assert (count(opcodes, "F2FP.F16.E4M3.UNPACK_B") > 0) == config.converts
+    converts = config.converts or config.reads_copies
+    assert (count(opcodes, "F2FP.F16.E4M3.UNPACK_B") > 0) == converts
 
 
 @over_all
@@ -83,16 +88,20 @@ def test_setmaxnreg_and_wgmma_are_as_written(prefill_report, config):
         assert complaint not in variant["remarks"]
 
 
-@pytest.mark.parametrize("config", widen_sm90.support_table(), ids=lambda config: config.name)
-def test_widening_keys(prefill_report, config):
-    variant = compiled(prefill_report, config)
-    assert variant["threads"] == widen_sm90.THREADS and variant["stack_bytes"] == 0
-    # Eight loads in flight; 16 CTAs of 128 threads an SM.
-    assert variant["registers"] <= 64
-    opcodes = variant["opcodes"]
-    vectors = 2 * widen_sm90.BLOCK_TOKENS * config.vectors // widen_sm90.THREADS
+WIDENED = [config for config in TABLE if config.reads_copies]
+
+
+@pytest.mark.parametrize("config", WIDENED, ids=lambda config: config.name)
+def test_copies(prefill_report, config):
+    """Vectors of 8 elements, converted to 16 bytes each; as many as there are loads in flight."""
+    opcodes = compiled(prefill_report, config)["opcodes"]
+    vectors = min(config.copy_loads, config.head_size // 8)
     assert count(opcodes, "STG.E.128") == vectors
-    if config.kv_format == "nvfp4":
+    # Of the counters: the first unit, the next one; leaving of the producer, of its neighbours.
+    assert count(opcodes, "ATOMG") == 4
+    # Of a unit, and of what the producer found.
+    assert count(opcodes, "FENCE.VIEW.ASYNC.G") == 2
+    if config.copies_from == "nvfp4":
         # a word of codes and a block scale
         assert count(opcodes, "LDG.E.U8") == vectors
         assert count(opcodes, "F2FP.F16.E4M3.UNPACK_B") == 5 * vectors

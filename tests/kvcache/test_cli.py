@@ -157,7 +157,7 @@ def test_options():
         "rows"
     )
     copies = (
-        "prefill_sm90 reads fp16 copies of the keys (widened) of sequences of 512 query tokens or "
+        "prefill_sm90 reads fp16 copies of the keys (widened) of sequences of 256 query tokens or "
         "more, where those of the call fit 512 MiB"
     )
     assert f"\n  {writers} write it\n  {shares}\n  {copies}\n  served\n" in verbose

@@ -10,7 +10,6 @@ from cute_kernels.attention.decode_sm90 import config as decode_sm90
 from cute_kernels.attention.decode_sm90.op import row_ranges
 from cute_kernels.attention.prefill_sm90 import config as prefill_sm90
 from cute_kernels.attention.route_sm90 import Bounds, route
-from cute_kernels.attention.widen_sm90 import config as widen_sm90
 from cute_kernels.compile.plans import CompileUnit
 from cute_kernels.store import config as store
 from kvcache.cli_common import read_model
@@ -149,8 +148,8 @@ def units_of_a_step(bounds: Bounds):
         made = prefill_sm90.make_config(head_size, "bf16", 64, storage)
         configs.append(("prefill_sm90", made))
     if chosen.capacity:
-        configs.append(("widen_sm90", widen_sm90.WidenConfig(head_size, storage)))
-        configs.append(("prefill_sm90", prefill_sm90.widened_config(head_size, "bf16")))
+        made = prefill_sm90.widened_config(head_size, "bf16", storage)
+        configs.append(("prefill_sm90", made))
     if chosen.decode:
         ranges = [(0, chosen.rows)]
         if bounds.deterministic:

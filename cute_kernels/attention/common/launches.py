@@ -60,27 +60,22 @@ class SplitKvLaunch(KernelLaunch):
 
 @dataclass(frozen=True)
 class WidenedLaunch(KernelLaunch):
-    """Of the kernel that widens K and V, and of ``attention``, which reads the copies.
+    """Of the kernel that makes fp16 copies of K and V and reads them.
 
-    copy_bytes: of each of K and V. target: the fields of ``widen_sm90.kernel.Target`` past the
-    addresses.
+    copy_bytes: of each of K and V; counters: that its warps wait on. room: the fields of
+    ``widen_sm90.copier.Target`` past the addresses.
     """
 
-    attention: KernelLaunch
     copy_bytes: int
-    batch: int
-    target: tuple[int, int, int, int]
+    counters: int
+    room: tuple[int, int]
 
     def _go(self, cu_q: torch.Tensor, operands: tuple[int, ...]) -> None:
         stream = current_stream(self.device.index)
-        elements = (2 * self.copy_bytes + 2 * 4 * self.batch) // 4
-        k = workspace_for(self.device, stream, elements).data_ptr()
-        v = k + self.copy_bytes
-        starts = v + self.copy_bytes
-        lengths = starts + 4 * self.batch
-        self.function(cu_q, operands, *self.arguments, (k, v, starts, lengths, *self.target))
-        copies = (operands[0], k, v, *operands[3:8], lengths, starts, 0)
-        self.attention.go(cu_q, copies)
+        k = workspace_for(self.device, stream, 2 * self.copy_bytes // 4).data_ptr()
+        counters = counters_for(self.device, stream, self.counters).data_ptr()
+        target = (k, k + self.copy_bytes, counters, *self.room)
+        self.function(cu_q, operands, *self.arguments, target)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Import-light: no DSL here, because planners, tests and the registry read these f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.attention.decode_sm90.config import (
     BOX_TOKENS,
@@ -23,6 +23,7 @@ CONSUMER_THREADS = 2 * WARPGROUP_THREADS
 THREADS = 3 * WARPGROUP_THREADS
 # 65536 registers over 384 threads, in steps of 8: what a thread has before setmaxnreg.
 LAUNCH_REGISTERS = 168
+PRODUCER_WARPS = THREADS // 32 - CONSUMER_WARPS
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class PrefillConfig:
     overlap: of FP8, leave a tile's last scores in flight while the values before it are started.
     consumer_registers: registers of a consumer thread (setmaxnreg).
     tile_tokens: keys of a tile.
+    copies_from: of fp16, the format of the cache of which K and V are copies that the kernel makes
+        (widen_sm90); "" where they are the cache's own.
     """
 
     kv_format: str
@@ -55,12 +58,14 @@ class PrefillConfig:
     overlap: bool
     consumer_registers: int
     tile_tokens: int = TILE_TOKENS
+    copies_from: str = ""
 
     @property
     def name(self) -> str:
+        suffix = f"_from_{self.copies_from}" if self.copies_from else ""
         return (
             f"prefill_sm90_{self.kv_format}_d{self.head_size}_r{self.rows}_{self.q_dtype}"
-            f"_box{self.box_tokens}"
+            f"_box{self.box_tokens}{suffix}"
         )
 
     @property
@@ -70,8 +75,13 @@ class PrefillConfig:
 
     @property
     def reads_copies(self) -> bool:
-        """Whether K and V are fp16 copies of an FP8 or nvfp4 cache (widen_sm90)."""
-        return not self.converts and self.kv_format != self.q_dtype
+        """Whether K and V are fp16 copies of an FP8 or nvfp4 cache."""
+        return self.copies_from != ""
+
+    @property
+    def copy_loads(self) -> int:
+        """Loads (two registers each) that a lane of the copying warps has in flight."""
+        return 16 if self.producer_registers >= 56 else 8
 
     @property
     def converts(self) -> bool:
@@ -192,9 +202,12 @@ def make_config(
     )  # fmt: skip
 
 
-def widened_config(head_size: int, q_dtype: str) -> PrefillConfig:
-    """The variant that reads fp16 copies of an FP8 or nvfp4 cache."""
-    return make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
+def widened_config(head_size: int, q_dtype: str, kv_format: str) -> PrefillConfig:
+    """The variant that makes and reads fp16 copies of an FP8 or nvfp4 cache. The warps that make
+    them need more registers than a producer."""
+    config = make_config(head_size, q_dtype, widen_sm90.BLOCK_TOKENS, "fp16")
+    registers = 224 if head_size == 128 else 232
+    return replace(config, copies_from=kv_format, consumer_registers=registers)
 
 
 def support_table() -> list[PrefillConfig]:
@@ -206,5 +219,9 @@ def support_table() -> list[PrefillConfig]:
         for head_size in head_sizes(kv_format)
         for box in BOX_TOKENS
     ]
-    widened = {each.head_size: each for each in widen_sm90.support_table()}
-    return direct + [widened_config(head_size, "bf16") for head_size in widened]
+    widened = [
+        widened_config(head_size, q_dtype, kv_format)
+        for head_size, kv_format in widen_sm90.variants()
+        for q_dtype in Q_DTYPES
+    ]
+    return direct + widened

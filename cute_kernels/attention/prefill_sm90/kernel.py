@@ -24,7 +24,7 @@ from cute_kernels import dsl
 from cute_kernels.attention.common import launch
 from cute_kernels.attention.common.launch import Scales, Sizes, Strides
 from cute_kernels.attention.common.output import Output
-from cute_kernels.attention.common.tile_schedule import Lengths
+from cute_kernels.attention.common.tile_schedule import UNLIMITED, Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource, TmaOperand
 from cute_kernels.attention.prefill_sm90.config import (
     CONSUMER_THREADS,
@@ -108,8 +108,13 @@ class PrefillSm90:
         scalars: Scalars,
         stream,
     ):
-        config, D = self.config, self.config.head_size
-        k, v = launch.cache_operands(at, strides, sizes, self.layout, config.head_bytes)
+        operands = launch.cache_operands(at, strides, sizes, self.layout, self.config.head_bytes)
+        self._launch(mCuQ, at, strides, sizes, scalars, stream, operands)
+
+    def _launch(
+        self, mCuQ, at, strides, sizes, scalars, stream, operands, most_keys=UNLIMITED, copying=None
+    ):
+        D = self.config.head_size
         mQ = launch.queries(at, strides, sizes, D)
         output = launch.outputs(at, strides, sizes, D)
         scales = launch.scales(at, strides, sizes, scalars.softmax_scale, scalars.softcap)
@@ -123,8 +128,12 @@ class PrefillSm90:
             scalars.window_left,
             scalars.window_right,
             scalars.skip_rows,
+            Int32(most_keys),
         )
-        self.kernel(self._mmas(), *k, *v, mQ, scales, lengths, shape, source, output).launch(
+        k, v = operands
+        self.kernel(
+            self._mmas(), *k, *v, mQ, scales, lengths, shape, source, output, copying
+        ).launch(
             grid=(scalars.ctas, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -146,6 +155,7 @@ class PrefillSm90:
         shape: Shape,
         source: PagedSource,
         output: Output,
+        copying,
     ):
         config = self.config
         tid, _, _ = cute.arch.thread_idx()
@@ -164,7 +174,9 @@ class PrefillSm90:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if index == CONSUMER_WARPS:
                 k, v = TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV)
-                self._produce(rings, mailbox, k, v, mQ, lengths, shape, source)
+                self._produce(rings, mailbox, k, v, mQ, lengths, shape, source, copying)
+            else:
+                self._spare(lengths, shape, source, copying)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
             self._set_accumulation(mmas)
@@ -181,6 +193,7 @@ class PrefillSm90:
         lengths: Lengths,
         shape: Shape,
         source: PagedSource,
+        copying,
     ):
         config = self.config
         cta, _, _ = cute.arch.block_idx()
@@ -191,12 +204,24 @@ class PrefillSm90:
             item = find_item(lengths, shape, number, config.rows, config.tile_tokens)
             post(mailbox, item, turn)
             if (item.live != 0) & (item.tiles > 0):
-                producer = PrefillProducer(config, lengths, source, item)
+                producer = self._make_producer(lengths, shape, source, item, copying)
                 producer.prefetch_queries(mQ, shape)
                 producer.run(rings, k, v, done)
             done = done + item.tiles
             turn = turn + 1
             live = item.live
+        self._leave(shape, copying)
+
+    def _make_producer(
+        self, lengths: Lengths, shape: Shape, source: PagedSource, item: Item, copying
+    ):
+        return PrefillProducer(self.config, lengths, source, item)
+
+    def _spare(self, lengths: Lengths, shape: Shape, source: PagedSource, copying):
+        """The work of the producer's three neighbours."""
+
+    def _leave(self, shape: Shape, copying):
+        """What the producer does last."""
 
     @cute.jit
     def _consume(

@@ -49,7 +49,7 @@ class PrefillSm90For16Bits(PrefillSm90):
     ):
         turns = Turns()
         turns.open()
-        super()._consume(mmas, rings, smem, mailbox, mQ, scales, shape, output)
+        PrefillSm90._consume(self, mmas, rings, smem, mailbox, mQ, scales, shape, output)
         turns.close()
 
     def _init_consumers(self, smem: Smem):

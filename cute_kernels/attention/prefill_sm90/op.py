@@ -26,8 +26,9 @@ from cute_kernels.attention.prefill_sm90.config import (
     head_sizes,
     make_config,
     rows_of,
+    widened_config,
 )
-from cute_kernels.attention.widen_sm90.config import WidenConfig, most_copies
+from cute_kernels.attention.widen_sm90.config import counters_of, most_copies
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
 
@@ -71,11 +72,16 @@ def _read_format(problem: AttentionProblem) -> str:
 
 def item_bound(problem: AttentionProblem) -> int:
     """Upper bound of the work items (chunks of rows x KV heads) of a batch."""
-    total_q, heads, head_size = problem.q.shape
+    return _item_bound(problem, rows_of(problem.q.shape[2], _read_format(problem)))
+
+
+def _item_bound(problem: AttentionProblem, chunk: int) -> int:
+    """The same for chunks of so many rows."""
+    total_q, heads, _ = problem.q.shape
     kv_heads = problem.k.shape[-2]
     batch = problem.cu_seqlens_q.shape[0] - 1
     rows = total_q * (heads // kv_heads)
-    return min(rows, rows // rows_of(head_size, _read_format(problem)) + batch) * kv_heads
+    return min(rows, rows // chunk + batch) * kv_heads
 
 
 def run(
@@ -108,48 +114,40 @@ def run(
 def _plan(problem: AttentionProblem, q, k, v, out, skip_rows: int) -> KernelLaunch:
     page_size = None if problem.block_table is None else k.shape[1]
     config = _config(q.shape[2], q.dtype, k.dtype, page_size)
-    arch = device_arch(q.device.index)
-    ctas = min(item_bound(problem), arch.sm_count)
-    function = on_device(q.device, compiled, config, arch.target)
-    arguments = packed(
-        operand_strides(problem, q, k, v, out),
-        operand_sizes(problem, k),
-        (*score_scalars(problem), skip_rows, ctas),
-    )
+    function, arguments = _launch_of(config, problem, q, k, v, out, skip_rows)
     return KernelLaunch(function, q.device, arguments)
 
 
 def _plan_widened(
     problem: AttentionProblem, q, k, v, out, skip_rows: int, capacity: int
 ) -> WidenedLaunch:
-    """Widen k and v, then read the copies, of which only shape and strides matter here."""
+    """One kernel makes fp16 copies of k and v and reads them."""
     batch = problem.cu_seqlens_q.shape[0] - 1
     kv_heads, head_size = k.shape[-2], q.shape[2]
     rows = q.shape[0] * (q.shape[1] // kv_heads)
     copies = most_copies(batch, rows, skip_rows)
-    copy = torch.empty(
-        (kv_heads, copies * capacity, head_size), dtype=torch.float16, device="meta"
-    ).transpose(0, 1)
-    # Any tensor: that it is there says that lengths are.
-    ragged = problem._replace(
-        k=copy, block_table=None, seqused_k=problem.cu_seqlens_q, k_block_scale=None,
-        v_block_scale=None,
-    )  # fmt: skip
-    attention = _plan(ragged, q, copy, copy, out, skip_rows)
-    target = device_arch(q.device.index).target
-    unit = CompileUnit("widen_sm90", WidenConfig(head_size, problem.kv_format), target)
-    function = on_device(q.device, launcher, unit)
-    arguments = packed(operand_strides(problem, q, k, v, out), operand_sizes(problem, k))
-    left = score_scalars(problem)[2]
+    config = widened_config(head_size, _FORMAT_NAMES[q.dtype], problem.kv_format)
+    function, arguments = _launch_of(config, problem, q, k, v, out, skip_rows)
     return WidenedLaunch(
         function,
         q.device,
         arguments,
-        attention,
-        copy.nbytes,
-        batch,
-        (capacity, left, skip_rows, copies),
+        2 * kv_heads * copies * capacity * head_size,
+        counters_of(copies, kv_heads, capacity),
+        (capacity, copies),
     )
+
+
+def _launch_of(config: PrefillConfig, problem: AttentionProblem, q, k, v, out, skip_rows: int):
+    """A variant's launch function and its arguments past the addresses."""
+    arch = device_arch(q.device.index)
+    ctas = min(_item_bound(problem, config.rows), arch.sm_count)
+    arguments = packed(
+        operand_strides(problem, q, k, v, out),
+        operand_sizes(problem, k),
+        (*score_scalars(problem), skip_rows, ctas),
+    )
+    return on_device(q.device, compiled, config, arch.target), arguments
 
 
 @cache

@@ -94,6 +94,7 @@ class PrefillProducer(Producer):
         in_page = Int32(0)
         old_page = Int32(0)
         old_in_page = Int32(0)
+        written = Int32(0)
         # V follows one tile behind K, as the consumers want them.
         for t in cutlass.range(0, item.tiles + 1, unroll=1):
             if t % tiles_per_read == 0:
@@ -101,6 +102,7 @@ class PrefillProducer(Producer):
                 old_in_page = in_page
                 page, in_page = self.boxes_at(t * boxes_per_tile)
             if t < item.tiles:
+                written = self.await_tile(t, written)
                 for i in cutlass.range_constexpr(slots):
                     first_box, column = self._part(t, i)
                     boxes = self._boxes(page, in_page, first_box)
@@ -119,6 +121,10 @@ class PrefillProducer(Producer):
                     number = slots * (done + t - 1) + i
                     slot, phase = number % config.v_slots, ((number // config.v_slots) & 1) ^ 1
                     self.load_slot(v, sV, boxes, slot, phase, rings.v_full, rings.v_empty, column)
+
+    def await_tile(self, t: Int32, written: Int32) -> Int32:
+        """Until a tile can be read: the cache can at once."""
+        return written
 
     def _part(self, t: Int32, i: int):
         """First box and first column block of slot i of a tile."""

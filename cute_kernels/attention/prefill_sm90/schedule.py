@@ -29,6 +29,7 @@ class Shape(NamedTuple):
     group: query heads per KV head; group_magic: ceil(2^32 / group), for an exact division.
     window_left, window_right: visible keys beside a row's own position, ``UNLIMITED`` for all.
     skip_rows: sequences of at most so many packed rows are left to another kernel.
+    most_keys: of a sequence; more would be a caller's error, and are left out.
     """
 
     batch: Int32
@@ -38,6 +39,7 @@ class Shape(NamedTuple):
     window_left: Int32
     window_right: Int32
     skip_rows: Int32
+    most_keys: Int32
 
 
 class Item(NamedTuple):
@@ -144,7 +146,7 @@ def _item(
             used = lengths.mUsedK[b]
         else:
             used = lengths.mCuK[b + 1] - lengths.mCuK[b]
-    used = cutlass.max(used, Int32(0))
+    used = cutlass.min(cutlass.max(used, Int32(0)), shape.most_keys)
     own = used - q_len
     rows_end = cutlass.min(first_row + rows, q_len * shape.group)
     first = own + query_token(shape, first_row)

@@ -1,52 +1,43 @@
-"""What varies between the compiled variants of the widening kernel. Import-light: no DSL here."""
+"""When the keys of a cache are copied as fp16, and in which pieces. Import-light: no DSL here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-# A CTA's share of a sequence.
+# What attention waits for as a whole: a head's K and V of so many tokens.
 BLOCK_TOKENS = 64
-THREADS = 128
-# Elements that a thread converts at once, to 16 bytes.
+# What a warp copies at a time.
+UNIT_TOKENS = 32
+# Elements that a lane converts at once, to 16 bytes.
 VECTOR = 8
+# Words of the counters in front of the blocks' own (copier.py).
+COUNTERS_HEAD = 64
 # cache format -> head size -> packed rows (query tokens x GQA group) of a sequence from which on it
 # pays to widen its keys: the fewest that were measured to gain (perf/NOTES.md). The other way is
 # the prefill kernel that converts FP8 itself, or the decode kernel's row buckets for nvfp4.
 MIN_ROWS = {
-    "fp8_e4m3": {64: 8192, 128: 2048, 256: 1024},
+    "fp8_e4m3": {64: 1024, 128: 1024, 256: 1024},
     "nvfp4": {64: 1024, 128: 1024, 256: 512, 512: 1536},
 }
 # Fewer query tokens never make widening the keys worth a choice by their number.
-_LONG_QUERIES = 256
+_LONG_QUERIES = 128
 # The most memory for a call's widened keys.
 MAX_BYTES = 1 << 29
 # The room for a sequence's keys grows in such steps: a step is planned anew.
 _STEP = 2048
 
 
-@dataclass(frozen=True)
-class WidenConfig:
-    """head_size: elements of a head, one of ``head_sizes(kv_format)``.
-
-    kv_format: of the cache, a key of ``MIN_ROWS``.
-    """
-
-    head_size: int
-    kv_format: str = "fp8_e4m3"
-
-    @property
-    def name(self) -> str:
-        return f"widen_sm90_{self.kv_format}_d{self.head_size}"
-
-    @property
-    def vectors(self) -> int:
-        """Of a token's row of one head."""
-        return self.head_size // VECTOR
-
-
 def head_sizes(kv_format: str) -> tuple[int, ...]:
     """Head sizes at which caches of a format are widened, ascending."""
     return tuple(sorted(MIN_ROWS.get(kv_format, ())))
+
+
+def unit_sides(head_size: int) -> int:
+    """2 where a unit has K and V of its tokens: short rows of one of them would not pay for looking
+    the pages up."""
+    return 2 if head_size <= 128 else 1
+
+
+def units_per_block(head_size: int) -> int:
+    return BLOCK_TOKENS // UNIT_TOKENS * 2 // unit_sides(head_size)
 
 
 def min_rows(kv_format: str, head_size: int) -> int | None:
@@ -66,10 +57,13 @@ def rounded_keys(max_seqlen_q: int, max_seqlen_k: int) -> int:
     return -(-max_seqlen_k // _STEP) * _STEP
 
 
-def support_table() -> list[WidenConfig]:
-    """Every variant."""
-    return [
-        WidenConfig(head_size, kv_format)
-        for kv_format in MIN_ROWS
-        for head_size in head_sizes(kv_format)
-    ]
+def variants() -> list[tuple[int, str]]:
+    """(head size, cache format) of everything that is copied."""
+    return [(head_size, kind) for kind in MIN_ROWS for head_size in head_sizes(kind)]
+
+
+def counters_of(copies: int, kv_heads: int, capacity: int) -> int:
+    """int32 counters for copies of so many sequences with room for ``capacity`` tokens each. A
+    power of two, so that the calls of a stream share few slices (counters.py)."""
+    needed = COUNTERS_HEAD + copies * kv_heads * (capacity // BLOCK_TOKENS)
+    return 1 << (needed - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What a thread of the widening kernel reads and converts: a policy for each cache format.
+"""What a lane of a copying warp reads and converts: a policy for each cache format.
 
 A policy takes ``VECTOR`` neighbouring elements of a token's head. ``planes``: how many byte planes
 the cache has (codes, block scales), each with strides of its own.
