@@ -23,7 +23,8 @@ def moved_bytes(row: Row) -> float:
     return row["tb_per_s"] * row["median_us"] * 1e6
 
 
-def _beside_copies(row: Row) -> bool:
+def beside_copies(row: Row) -> bool:
+    """Whether a row's ceiling is a copy of as many bytes, not the device's."""
     return row["op"] == "store" or row["op"].startswith("indexer")
 
 
@@ -35,7 +36,7 @@ def _of_best(row: Row, copies: Sequence[Row]) -> float:
 def share(row: Row, rows: Sequence[Row]) -> float:
     """Percent of the ceiling that a row with a time reaches: of its own, or where it is a copy of
     the fastest of a similar size among `rows`, those of the file."""
-    if not _beside_copies(row):
+    if not beside_copies(row):
         return row["pct_of_ceiling"]
     own = moved_bytes(row)
     timed = [other for other in rows if other["status"] == OK]
@@ -46,7 +47,7 @@ def reaches(row: Row, rows: Sequence[Row], percent: float) -> bool:
     """Whether a row reaches a share of its copy. Where `share` is above what noise explains, the
     copy says nothing: then only if it reaches that share of the file's fastest copy of any size."""
     found = share(row, rows)
-    if found > ABOVE and _beside_copies(row):
+    if found > ABOVE and beside_copies(row):
         found = _of_best(row, [other for other in rows if other["status"] == OK])
         return percent <= found <= ABOVE
     return found >= percent

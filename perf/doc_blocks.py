@@ -15,7 +15,8 @@ from typing import Any
 
 from cute_kernels.attention.decode_sm90.config import DecodeConfig, row_buckets, support_table
 from perf import ceilings
-from perf.reading import read_json
+from perf.reading import naming, read_json
+from perf.rows import is_number
 from perf.sections import ResultFile, compare, markdown, number
 from perf.targets import OURS, tflops
 
@@ -65,6 +66,11 @@ class _File:
 def decode_registers(found: Found, root: Path) -> str:
     """What the compiler made of the decode kernel's variants."""
     record = read_json(root / RESOURCES)
+    with naming(Path(RESOURCES).name):
+        return _registers(record)
+
+
+def _registers(record: Any) -> str:
     names = record["columns"]
     lines = []
     for config in support_table():
@@ -72,6 +78,10 @@ def decode_registers(found: Found, root: Path) -> str:
         usual = config.q_dtype == "bf16" and config.box_tokens == 64
         if usual and not config.loader_only and config.rows in (buckets[0], buckets[-1]):
             values = record["variants"].get(config.name)
+            if values is not None and not (
+                isinstance(values, list) and all(map(is_number, values))
+            ):
+                raise ValueError(f"{config.name} is {values!r}")
             of = dict(zip(names, values, strict=True)) if values else {}
             lines.append(_variant(config, of))
     header = ("KV cache", "head size", "rows", "CTAs per SM", "warpgroups", "registers")

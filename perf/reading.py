@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from perf.rows import RUN_FIELDS, UNKNOWN, canonical, check_row, is_line, is_number, same_run
+from perf.ceilings import beside_copies
+from perf.rows import RUN_FIELDS, UNKNOWN, canonical, check_row, is_line, is_number
 from perf.workloads import check_workload
 
+Row = Mapping[str, Any]
 Rows = list[dict[str, Any]]
 # What code that takes a row for one raises where it is none.
 _BROKEN = (
@@ -111,12 +113,30 @@ def check_one_run(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
         BadFile: there are some.
     """
     for row in rows:
-        if not same_run(rows[0], row):
-            both = [
-                (name, rows[0].get(name, UNKNOWN), row.get(name, UNKNOWN)) for name in RUN_FIELDS
-            ]
-            apart = "; ".join(f"{name}: {a!r} and {b!r}" for name, a, b in both if a != b)
+        both = [
+            (name, rows[0].get(name, UNKNOWN), row.get(name, UNKNOWN))
+            for name in (*RUN_FIELDS, "clocks")
+        ]
+        apart = "; ".join(f"{name}: {a!r} and {b!r}" for name, a, b in both if a != b)
+        if apart:
             raise BadFile(f"{Path(path).name}: rows of two runs, which differ in {apart}")
+
+
+def check_ceilings(path: str | Path, rows: Sequence[Row]) -> None:
+    """Refuse rows of a process that were not held against the same: what it measured once, or, of
+    rows beside copies, once a case.
+
+    Raises:
+        BadFile: there are some.
+    """
+    seen: dict[str, Row] = {}
+    for row in rows:
+        first = seen.setdefault(row["case"] if beside_copies(row) else "", row)
+        pairs = [(each["read_ceiling_tb_per_s"], each.get("ceilings")) for each in (first, row)]
+        alike = set(rows[0].get("ceilings", ())) == set(row.get("ceilings", ()))
+        if not alike or pairs[0] != pairs[1]:
+            where = f"{Path(path).name}: {row['provider']}, {row['case']}"
+            raise BadFile(f"{where}: its ceilings are not those of the other rows")
 
 
 def read_rows(path: str | Path) -> Rows:
@@ -124,7 +144,7 @@ def read_rows(path: str | Path) -> Rows:
 
     Raises:
         BadFile: no JSON, a row that `perf.rows.check_row` or `perf.workloads.check_workload`
-            refuses, two rows of one provider and case, rows of two runs.
+            refuses, two rows of one provider and case, rows of two runs or beside other ceilings.
     """
 
     def check(row: dict[str, Any]) -> None:
@@ -134,6 +154,7 @@ def read_rows(path: str | Path) -> Rows:
 
     rows = check_rows(path, read_json(path), check, ("provider", "case"))
     check_one_run(path, rows)
+    check_ceilings(path, rows)
     return rows
 
 

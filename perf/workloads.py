@@ -142,6 +142,8 @@ def check_figures(row: Row, moved: float | None) -> None:
         "tb_per_s": (rate, OF_RATE + OF_TIME),
         "pct_of_ceiling": (100 * rate / ceiling, 2 * OF_RATE + OF_TIME),
     }
+    if ("loader_us" in row) != ("pct_of_loader" in row):
+        raise ValueError("one of loader_us and pct_of_loader without the other")
     if "loader_us" in row:
         wanted["pct_of_loader"] = (100 * row["loader_us"] / median, OF_RATE + 2 * OF_TIME)
     for name, (value, tolerance) in wanted.items():
@@ -157,8 +159,10 @@ def check_workload(row: Row) -> None:
 
     Raises:
         ValueError: a case's name, a length, a capacity or a figure that do not follow from it; a
-            time of a result that is not right; an operation that no benchmark has.
+            time of a result that is not right; a provider or an operation that no benchmark has.
     """
+    if row["provider"] not in MOST_ERROR:
+        raise ValueError(f"provider is unknown; known: {', '.join(MOST_ERROR)}")
     if row["op"] not in EXPECTED:
         raise ValueError(f"op is {row['op']!r}; known: {', '.join(EXPECTED)}")
     expected = EXPECTED[row["op"]](row)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 
 import pytest
+from click.testing import CliRunner
 
 from perf import committed, doc_blocks, render
 from perf.doc_blocks import BLOCKS, with_blocks
+from perf.reading import read_json
 
 ROOT = render.ROOT
 FOUND = committed.find(ROOT / committed.RESULTS)
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "performance.md"]
 PAGES += [ROOT / name for name in ("README.md", "CHANGELOG.md")]
+NAME = "decode_sm90_fp8_e4m3_d64_r8_bf16_box64"
 MEASURED = re.compile(r"\d (us|ms|TB/s|TFLOP/s)\b|\d -> \d")
 # Regions that programs write, and tests compare.
 WRITTEN = (r"<!-- ([a-z-]+):begin -->.*?<!-- \1:end -->", r"<!-- measured:.*?<!-- measured:end -->")
@@ -52,6 +57,32 @@ def test_results_that_are_not_there_leave_no_figures(tmp_path):
     for name in set(BLOCKS) - {"decode-registers"}:
         text = BLOCKS[name](dict.fromkeys(FOUND, []), tmp_path)
         assert not MEASURED.search(text), text
+
+
+BROKEN = {
+    "nothing": lambda record: record.clear(),
+    "a truth": lambda record: record["variants"].update({NAME: True}),
+    "text": lambda record: record["variants"].update({NAME: "12345"}),
+    "too few": lambda record: record["variants"].update({NAME: [1]}),
+    "no variants": lambda record: record.update(variants=3),
+    "no compiler": lambda record: record.pop("dsl"),
+}
+
+
+@pytest.mark.parametrize("breaking", BROKEN.values(), ids=BROKEN)
+def test_a_broken_record_of_resources_is_named_in_a_line(tmp_path, breaking):
+    path = tmp_path / doc_blocks.RESOURCES
+    path.parent.mkdir(parents=True)
+    record = read_json(ROOT / doc_blocks.RESOURCES)
+    breaking(record)
+    path.write_text(json.dumps(record), encoding="utf-8")
+    page = tmp_path / "docs" / "decode_sm90.md"
+    page.parent.mkdir()
+    shutil.copy(ROOT / "docs" / page.name, page)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    done = CliRunner().invoke(render.main, ["--check", "--root", str(tmp_path)])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert re.fullmatch(r"Error: resources_sm90a.json: [^\n]+\n", done.output), done.output
 
 
 @pytest.mark.parametrize(

@@ -246,5 +246,6 @@ def test_what_is_read_is_not_written_and_what_cannot_be_is_told(tmp_path):
 
 
 def test_brackets_are_no_markup(tmp_path):
-    write_rows(tmp_path / "r.json", [make_test_row(), make_test_row("[/b]")])
+    failed = make_test_row(BASELINE, median=None, status="[/b]")
+    write_rows(tmp_path / "r.json", [make_test_row(), failed])
     assert "[/b]" in CliRunner().invoke(main, [str(tmp_path / "r.json")]).output

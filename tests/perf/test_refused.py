@@ -23,7 +23,7 @@ from perf import (
 )
 from perf.cases import ALL_CASES, DECODE_CASES
 from perf.compare import main as compare_main
-from perf.reading import BadFile, check_one_run, read_json, read_rows
+from perf.reading import BadFile, check_ceilings, check_one_run, read_json, read_rows
 from perf.rows import Measurement, fingerprint, make_row, make_workload, write_rows
 from perf.serving_estimate import Steps
 from perf.timing import Timing
@@ -92,6 +92,12 @@ CONTRADICTIONS = {
         {"loader_us": 90.0, "pct_of_loader": 95.0},
         "pct_of_loader is 95.0; its times make it 90",
     ),
+    "a share of no loader": ({"pct_of_loader": 95.0}, "one of loader_us and pct_of_loader without"),
+    "a loader without its share": (
+        {"loader_us": 95.0},
+        "one of loader_us and pct_of_loader without",
+    ),
+    "nobody known": ({"provider": "cute_kernel"}, "provider is unknown; known: cute_kernels, "),
     "a ceiling": ({"ceilings": {"read_tb_per_s": 9.0}}, "in its ceilings 9.0"),
     "another case's name": (
         {"case": "B64 S8192 32/4 D512"},
@@ -220,6 +226,45 @@ def test_serving_rows_are_of_one_cache_one_trace_and_whole(tmp_path, rows, messa
     write(tmp_path, SERVING, rows)
     with pytest.raises(BadFile, match=f"^{SERVING}.*{message}"):
         committed.find(tmp_path)
+
+
+MEASURED = {"read_tb_per_s": CEILING, "copy_tb_per_s": 3.0}
+OTHERS = {
+    "clocks": ({"clocks": "SM up to 1 MHz"}, "rows of two runs, which differ in clocks"),
+    "no ceilings": ({"ceilings": {}}, "its ceilings are not those of the other rows"),
+    "another copy": ({"ceilings": MEASURED | {"copy_tb_per_s": 4.0}}, "its ceilings are not those"),
+    "another read": (
+        {
+            "read_ceiling_tb_per_s": 2 * CEILING,
+            "ceilings": MEASURED | {"read_tb_per_s": 2 * CEILING},
+            "pct_of_ceiling": make_test_row()["pct_of_ceiling"] / 2,
+        },
+        "its ceilings are not those of the other rows",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OTHERS.values(), ids=OTHERS)
+def test_a_row_beside_other_clocks_or_ceilings_is_refused(tmp_path, change, message):
+    cases = [replace(SMALL, batch=batch) for batch in (1, 2, 3)]
+    rows = [make_test_row(case=case) | {"ceilings": MEASURED} for case in cases]
+    write_rows(tmp_path / "r.json", rows)
+    assert read_rows(tmp_path / "r.json")
+    write_rows(tmp_path / "r.json", [*rows[:2], rows[2] | change])
+    with pytest.raises(BadFile, match=rf"^r.json: [^\n]*{message}"):
+        read_rows(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("change", ({"ceilings": {}}, {"read_ceiling_tb_per_s": 2 * CEILING}))
+def test_rows_beside_copies_have_the_ceilings_of_their_case(change):
+    case, other = bench_store.CASES[:2]
+    rows = [
+        row_of(each, each.moved_bytes) | {"ceilings": {"memcpy": 1.0}} for each in (case, other)
+    ]
+    rows[1] |= {"ceilings": {"memcpy": 2.0}, "read_ceiling_tb_per_s": 2.0}
+    check_ceilings("r.json", rows)
+    with pytest.raises(BadFile, match="^r.json: .*its ceilings are not those"):
+        check_ceilings("r.json", [*rows, rows[0] | {"provider": "triton_baseline"} | change])
 
 
 def test_rows_of_two_runs_make_no_file_and_meet_no_target():
