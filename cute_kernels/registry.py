@@ -52,10 +52,11 @@ class KernelContract:
     features: see ``FEATURES``.
     least_rows: (head size, packed rows) pairs: sequences of fewer rows are left to another kernel,
         however many passes it takes. Empty: as soon as the other takes more than one.
-    copied_from_rows: (head size, packed rows) pairs: sequences of so many rows or more are served
-        from 16-bit copies of their keys, unless `batch_invariant` is asked for; the others, and
-        calls whose copies would need too much memory, from the cache itself. Without the pair of a
-        head size all are served from the one or the other.
+    copied_from_rows: (head size, packed rows) pairs: where a call's bound of a sequence's rows is
+        so many or more, all sequences that the kernel serves are read from 16-bit copies of their
+        keys, unless `batch_invariant` is asked for; in other calls, and those whose copies would
+        need too much memory, from the cache itself. Without the pair of a head size all are served
+        from the one or the other.
     max_copy_bytes: the most memory for the copies of a call's keys. A call that would need more is
         left to another kernel where this one reads nothing but copies. 0: it makes none.
     """

@@ -273,7 +273,7 @@ def _else(config: AttentionConfig, kernels: tuple[KernelContract, ...]) -> str:
 
 
 def _copies(config: AttentionConfig) -> list[str]:
-    """Which sequences are served from copies of their keys, by kernels that can do without."""
+    """Which calls are served from copies of their keys, by kernels that can do without."""
     if config.batch_invariant:
         return []
     lines = []
@@ -281,8 +281,8 @@ def _copies(config: AttentionConfig) -> list[str]:
         rows = dict(kernel.copied_from_rows).get(config.head_size)
         if rows is not None:
             lines.append(
-                f"{kernel.name} reads fp16 copies of the keys (widened) of sequences of "
-                f"{-(-rows // config.group)} query tokens or more, where those of the call fit "
+                f"{kernel.name} reads fp16 copies of the keys (widened) in calls whose "
+                f"max_seqlen_q is {-(-rows // config.group)} or more, where they fit "
                 f"{kernel.max_copy_bytes >> 20} MiB"
             )
     return lines

@@ -1,4 +1,4 @@
-"""Compile every variant of the kernels for sm_90a, without a GPU, and say what came out.
+"""Compile every variant of the decode kernel for sm_90a, without a GPU, and say what came out.
 
     python -m tests.compile.variants
 

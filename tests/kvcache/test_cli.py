@@ -157,8 +157,8 @@ def test_options():
         "rows"
     )
     copies = (
-        "prefill_sm90 reads fp16 copies of the keys (widened) of sequences of 256 query tokens or "
-        "more, where those of the call fit 512 MiB"
+        "prefill_sm90 reads fp16 copies of the keys (widened) in calls whose max_seqlen_q is 256 "
+        "or more, where they fit 512 MiB"
     )
     assert f"\n  {writers} write it\n  {shares}\n  {copies}\n  served\n" in verbose
     assert "  served" not in explain("llama-3.1-8b", "--kv-cache-dtype", "fp8").output
