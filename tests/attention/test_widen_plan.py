@@ -1,5 +1,6 @@
-"""When keys are copied, and what the copying warps copy of a batch, without a GPU: what rows see, each key once, in the order
-in which the producer asks for it. The code is the kernel's own, run as Python by tests/lanes.py.
+"""When keys are copied, and what the copying warps copy of a batch, without a GPU: what rows see,
+each key once, in the order in which the producer asks for it. The code is the kernel's own, run as
+Python by tests/lanes.py.
 """
 
 from __future__ import annotations
