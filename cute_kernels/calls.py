@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import numbers
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +14,33 @@ def is_plain(x: torch.Tensor) -> bool:
     """Whether ``x`` has memory of its own and no other behaviour: parameters, but no fake tensors
     and no other subclasses."""
     return type(x) is torch.Tensor or issubclass(type(x), torch.nn.Parameter)
+
+
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether ``x`` has an address: not on meta, and plain or of a subclass that leaves it to torch
+    what operators do (fake tensors and wrappers do not)."""
+    if x.is_meta:
+        return False
+    return is_plain(x) or type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def writing(*targets: torch.Tensor | None) -> contextlib.AbstractContextManager[object]:
+    """Where torch code writes to ``targets``: what was made in inference mode can be written to in
+    inference mode only, and torch says so when half of it is written. Kernels do not ask."""
+    if any(x is not None and x.is_inference() for x in targets):
+        return torch.inference_mode()
+    return contextlib.nullcontext()
+
+
+def as_number(value: object) -> float | None:
+    """A host number, numpy's among them, as a Python float (infinite where it is too large for
+    one); None for what is no number, or a bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def is_traced(x: torch.Tensor) -> bool:

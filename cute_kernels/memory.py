@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.calls import is_plain, is_traced
+from cute_kernels.calls import has_memory
 
 # What is tried before a question counts as answered with "shared", 1 us each.
 _MOST_TRIALS = 4096
@@ -155,7 +155,7 @@ def _spans(tensors: Mapping[str, object]) -> list[tuple[str, torch.Tensor, int, 
     """(name, tensor, address of its first byte, address behind its last)."""
     spans = []
     for name, x in tensors.items():
-        if isinstance(x, torch.Tensor) and is_plain(x) and not x.is_meta:
+        if isinstance(x, torch.Tensor) and has_memory(x):
             start = x.data_ptr()
             spans.append((name, x, start, start + extent(x)))
     return spans
@@ -163,4 +163,4 @@ def _spans(tensors: Mapping[str, object]) -> list[tuple[str, torch.Tensor, int, 
 
 def has_address(x: torch.Tensor) -> bool:
     """Not tensors in a trace, fake ones and those on meta."""
-    return not is_traced(x) and not x.is_meta
+    return not torch.compiler.is_compiling() and has_memory(x)

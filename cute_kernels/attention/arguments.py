@@ -25,7 +25,7 @@ from cute_kernels.attention.cache_arguments import (
     describe,
     refuse,
 )
-from cute_kernels.calls import refuse_gradients
+from cute_kernels.calls import as_number, refuse_gradients
 from cute_kernels.memory import overlapping, shares_elements
 from cute_kernels.numerics import FLOAT32_END, FLOAT32_ZERO_UP_TO
 
@@ -345,16 +345,18 @@ def _check_window(window: tuple[int, int] | None, causal: bool) -> tuple[int, in
 
 def _check_scale(scale: float) -> float:
     # The kernels take the row maximum before they scale; a negative factor would make it a minimum.
-    if not _is_real(scale) or not FLOAT32_ZERO_UP_TO < scale < FLOAT32_END:
+    number = as_number(scale)
+    if number is None or not FLOAT32_ZERO_UP_TO < number < FLOAT32_END:
         accepted = "None (D**-0.5) or a Python number that is finite and > 0 as float32"
         refuse("softmax_scale", describe(scale), accepted)
-    return float(scale)
+    return number
 
 
 def _check_softcap(softcap: float) -> float:
-    if not _is_real(softcap) or not (softcap == 0.0 or _CAPS[0] <= softcap <= _CAPS[1]):
+    number = as_number(softcap)
+    if number is None or not (number == 0.0 or _CAPS[0] <= number <= _CAPS[1]):
         refuse("softcap", describe(softcap), "0 (none) or a Python number from 2^-100 to 2^100")
-    return float(softcap)
+    return number
 
 
 def _check_num_splits(num_splits: int) -> int:
@@ -365,7 +367,3 @@ def _check_num_splits(num_splits: int) -> int:
 
 def _is_int(x: object) -> bool:
     return type(x) is int or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
-
-
-def _is_real(x: object) -> bool:
-    return type(x) is float or (isinstance(x, numbers.Real) and not isinstance(x, bool))

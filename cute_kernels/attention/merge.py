@@ -16,8 +16,8 @@ import math
 
 import torch
 
-from cute_kernels.calls import is_traced, refuse_gradients
-from cute_kernels.memory import has_address, shares_elements
+from cute_kernels.calls import is_traced, refuse_gradients, writing
+from cute_kernels.memory import has_address, overlapping, shares_elements
 
 _NAMES = (
     "output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse",
@@ -78,9 +78,11 @@ def _merge(
         # An empty part may come as NaN from other kernels: 0 * NaN must not reach the sum.
         return torch.where(weight == 0.0, 0.0, part.to(torch.float32) * weight)
 
-    output.copy_(weighted(prefix_output, prefix_weight) + weighted(suffix_output, suffix_weight))
-    if output_lse is not None:
-        output_lse.copy_(top + torch.log(total))
+    merged = weighted(prefix_output, prefix_weight) + weighted(suffix_output, suffix_weight)
+    with writing(output, output_lse):
+        output.copy_(merged)
+        if output_lse is not None:
+            output_lse.copy_(top + torch.log(total))
 
 
 def _check(
@@ -113,6 +115,8 @@ def _check(
     for name, x in (("output", output), ("output_lse", output_lse)):
         if x is not None and has_address(x) and shares_elements(x):
             _refuse(name, x, "a tensor whose elements do not share memory")
+    if output_lse is not None and overlapping({"output": output, "output_lse": output_lse}, {}):
+        _refuse("output_lse", output_lse, "memory apart from output's")
 
 
 def _refuse(name: str, x: torch.Tensor, accepted: str) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.calls import check_tensor, is_plain
+from cute_kernels.calls import as_number, check_tensor, is_plain
 from cute_kernels.indexer.formats import IndexerFormat, check_head_size, get_indexer_format
 from cute_kernels.memory import has_address, overlapping, shares_elements
 from cute_kernels.numerics import FLOAT32_END
@@ -239,7 +239,7 @@ def _check_cos_sin(cos_sin_cache: torch.Tensor, head_size: int) -> None:
 def _single(name: str, value: float) -> float:
     """A host number that is finite as float32, which is what a device sees."""
     # Comparisons with NaN are false.
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not abs(value) < FLOAT32_END:
+    number = as_number(value)
+    if number is None or not abs(number) < FLOAT32_END:
         raise ValueError(f"{name}: got {value!r}; accepted: a number that is finite as float32")
-    return float(value)
+    return number

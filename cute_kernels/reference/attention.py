@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.attention.arguments import AttentionProblem
+from cute_kernels.calls import writing
 from cute_kernels.reference.quantize import dequantize_nvfp4
 
 # Upper bound of the elements of one score matrix: 256 MiB in float64.
@@ -74,7 +75,7 @@ def attention_reference(
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=compute_dtype, device=q.device)
     # Autocast would compute float32 products in 16 bits.
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), writing(out):
         for sequence in _read_sequences(problem):
             rows = max(1, _MAX_SCORES // (q.shape[1] * max(1, sequence.kv_len)))
             for first in range(0, sequence.q_len, rows):

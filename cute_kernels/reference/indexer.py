@@ -19,7 +19,7 @@ import math
 
 import torch
 
-from cute_kernels.calls import check_tensor
+from cute_kernels.calls import check_tensor, writing
 from cute_kernels.indexer.arguments import IndexerK, IndexerQ, check_k_cache
 from cute_kernels.indexer.formats import IndexerFormat, get_indexer_format
 from cute_kernels.numerics import e4m3, ue8m0
@@ -66,7 +66,8 @@ def indexer_k(call: IndexerK) -> None:
     value_bytes, scale_bytes = split_k_cache(call.k_cache, call.cache_format.name, call.head_size)
     block_size = call.k_cache.shape[1]
     at = slots // block_size, slots % block_size
-    value_bytes[at], scale_bytes[at] = values, scales
+    with writing(call.k_cache):
+        value_bytes[at], scale_bytes[at] = values, scales
 
 
 def k_rows(call: IndexerK, tokens: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
-from cute_kernels.calls import check_tensor, refuse_gradients
+from cute_kernels.calls import as_number, check_tensor, refuse_gradients
 from cute_kernels.formats import KV_CACHE_DTYPES, NVFP4_GROUP, ScaleSearch
 from cute_kernels.numerics import e2m1, e4m3, ue8m0, widened
 
@@ -176,12 +176,13 @@ def as_scale(scale: float | torch.Tensor, name: str, device: torch.device) -> to
         if scale.dtype is not torch.float32:
             raise ValueError(f"{name}: got dtype {scale.dtype}; accepted: float32")
         return scale.reshape(()) if scale.numel() == 1 else scale
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    number = as_number(scale)
+    if number is None:
         raise ValueError(f"{name}: got {scale!r}; accepted: a float or a float32 tensor")
-    if not _SCALE_ENDS[0] <= scale <= _SCALE_ENDS[1]:
+    if not _SCALE_ENDS[0] <= number <= _SCALE_ENDS[1]:
         low, high = _SCALE_RANGE
         raise ValueError(f"{name}: got {_with_float32(scale)}; accepted: {low!r} to {high!r}")
-    return torch.full((), float(scale), dtype=torch.float32, device=device)
+    return torch.full((), number, dtype=torch.float32, device=device)
 
 
 def _with_float32(scale: float) -> str:

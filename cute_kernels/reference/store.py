@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.calls import check_tensor, is_plain
+from cute_kernels.calls import check_tensor, is_plain, writing
 from cute_kernels.formats import KV_CACHE_DTYPES, ScaleLayout
 from cute_kernels.memory import has_address, overlapping, shares_elements
 from cute_kernels.numerics import e4m3
@@ -98,11 +98,13 @@ def reshape_and_cache(
         layout = v_scale_layout if side == "v" else "linear"
         if storage == "nvfp4":
             parts = quantize_nvfp4(x[rows], scale, kv_cache_dtype, side=side)
-            _write_nvfp4(cache, slots, *parts, layout)
+            with writing(cache):
+                _write_nvfp4(cache, slots, *parts, layout)
         else:
             codes = e4m3.encode(x[rows].float() * reciprocal(scale).unsqueeze(-1))
             page, token = _page_and_token(slots, cache.shape[1])
-            cache.view(torch.uint8)[page, token] = codes
+            with writing(cache):
+                cache.view(torch.uint8)[page, token] = codes
 
 
 def check_store(

@@ -1,5 +1,6 @@
-"""What the copying warps copy of a batch, without a GPU: what rows see, each key once, in the order
-in which the producer asks for it. The code is the kernel's own, run as Python by tests/lanes.py.
+"""When keys are copied, and what the copying warps copy of a batch, without a GPU: what rows see,
+each key once, in the order in which the producer asks for it. The code is the kernel's own, run as
+Python by tests/lanes.py.
 """
 
 from __future__ import annotations
@@ -7,7 +8,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
+from cute_kernels.attention.route_sm90 import Bounds, route
 from cute_kernels.attention.widen_sm90.config import BLOCK_TOKENS, UNIT_TOKENS, units_per_block
+from tests.compile_cache import replay
 from tests.lanes import Memory, device_functions
 from tests.requires import requires_module
 
@@ -63,3 +66,11 @@ def test_every_visible_key_is_copied_once(
         ]
     none = copier.sequence_to_copy(of_batch, shape, 1, len(wanted))
     assert (int(none.b), int(none.blocks)) == (len(q_lens), 0)
+
+
+def test_crowds_of_short_chunks_are_read_directly():
+    """What `tests.compile_cache.replay` sends, so that each of a server's kernels is asked for."""
+    crowd, q_len = replay.CROWD, replay.CROWD_Q_LENGTH
+    for group, kv_heads, head_size in ((16, 4, 128), (8, 1, 64)):
+        bounds = (crowd, crowd * q_len, q_len, group, kv_heads, head_size, False, "fp8_e4m3", 256)
+        assert route(Bounds(*bounds), 132) == (False, True, 0, 0)

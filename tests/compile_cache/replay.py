@@ -25,17 +25,24 @@ from tests.kvcache.helpers import CONFIGS
 # Decode, verify batches, chunks of prefill, whole prompts.
 Q_LENGTHS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 128, 200, 400, 1500)
 KV_LENGTHS = (1, 63, 500)
+# Many chunks, each too short for the prefill kernel to copy keys for it.
+CROWD, CROWD_Q_LENGTH = 16, 60
 
 
 def replay(config: AttentionConfig, tp_size: int, cache: str) -> None:
     """The calls of layers of this kind: store the new keys and values (in FP8; of 16 bits that is
     not ours), then attend."""
     kv_heads = max(1, config.num_kv_heads // tp_size)
-    for q_len, kv_len in itertools.product(Q_LENGTHS, KV_LENGTHS):
+    batches = [
+        ((kv_len + q_len, q_len, 2 * q_len), (q_len, 1, q_len))
+        for q_len, kv_len in itertools.product(Q_LENGTHS, KV_LENGTHS)
+    ]
+    batches.append(((200,) * CROWD, (CROWD_Q_LENGTH,) * CROWD))
+    for kv_lens, q_lens in batches:
         case = AttentionCase(
             id="replay",
-            kv_lens=(kv_len + q_len, q_len, 2 * q_len),
-            q_lens=(q_len, 1, q_len),
+            kv_lens=kv_lens,
+            q_lens=q_lens,
             head_size=config.head_size,
             num_q_heads=config.num_q_heads // tp_size,
             num_kv_heads=kv_heads,
