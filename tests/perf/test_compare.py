@@ -129,7 +129,7 @@ def test_rows_of_before_clocks_were_recorded_are_still_compared():
 def test_what_ran_and_what_the_device_reached_come_with_the_times(tmp_path):
     ours, theirs = make_test_row(), make_test_row(BASELINE, median=200.0)
     ours["kernels"], theirs["kernels"] = ["ours_kernel", "copy"], ["their_kernel"]
-    ours["ceilings"] = {"matmul_tflops": 780.0}
+    ours["ceilings"] = theirs["ceilings"] = {"matmul_tflops": 780.0}
     out = tmp_path / "ratios.json"
     done = run_cli(tmp_path, [ours, theirs], options=["--json", str(out)])
     assert done.exit_code == 0
