@@ -243,7 +243,9 @@ def _copies(contract: KernelContract) -> str:
         return ""
     most = f"of at most {contract.max_copy_bytes >> 20} MiB"
     from_rows = _by_rows(contract.copied_from_rows)
-    return f"{most}, of sequences of as many rows: {from_rows}" if from_rows else f"{most}, always"
+    if not from_rows:
+        return f"{most}, always"
+    return f"{most}, in calls whose longest sequence may have so many rows: {from_rows}"
 
 
 def _by_rows(pairs: tuple[tuple[int, int], ...]) -> str:

@@ -249,7 +249,9 @@ def test_copies_of_fp8_keys_are_told_as_the_route_makes_them():
     assert {size for size, _ in PREFILL_SM90.copied_from_rows} == sizes
     lines = [line for line in support_table_markdown().splitlines() if "fp16 copies" in line]
     fp8, nvfp4 = (lines[0].split(" | ")[index] for index in (3, 5))
-    assert fp8.startswith("of at most 512 MiB, of sequences of as many rows: 1024 at head size 64")
+    assert fp8.startswith(
+        "of at most 512 MiB, in calls whose longest sequence may have so many rows: 1024 at head"
+    )
     assert nvfp4 == "of at most 512 MiB, always |"
 
 

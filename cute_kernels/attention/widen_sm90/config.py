@@ -10,8 +10,9 @@ UNIT_TOKENS = 32
 VECTOR = 8
 # Words of the counters in front of the blocks' own (copier.py).
 COUNTERS_HEAD = 64
-# cache format -> head size -> packed rows (query tokens x GQA group) of a sequence from which on it
-# pays to widen its keys: the fewest that were measured to gain (perf/NOTES.md). The other way is
+# cache format -> head size -> packed rows (query tokens x GQA group) that a call's longest sequence
+# may have from which on it pays to widen keys: the fewest measured to gain (perf/NOTES.md), of
+# sequences alike. The bound decides, as lengths are on the device. The other way is
 # the prefill kernel that converts FP8 itself, or the decode kernel's row buckets for nvfp4.
 MIN_ROWS = {
     "fp8_e4m3": {64: 1024, 128: 1024, 256: 1024},
