@@ -58,12 +58,15 @@ def test_products_of_the_rotation_are_not_contracted(indexer_report, unit):
 
 @over(KS)
 def test_state_rows_are_loaded_16_bytes_at_a_time(indexer_report, unit):
-    """Entries and scores of 8 rows a vector, which L1 does not keep (.NA, where the assembler says
-    so), and norm weights."""
+    """Entries and scores of 8 rows a vector, which L1 does not keep, and norm weights. For sm_120a
+    the assembler does not always say .NA, and writes the loads of seven rows out twice."""
     opcodes = compiled(indexer_report, unit)["opcodes"]
     found = [count(opcodes, name) for name in ("LDG.E.NA.128", "LDG.E.128")]
-    assert sum(found) == (2 * 8 + 1) * unit.config.vectors
-    assert found[1] == unit.config.vectors or unit.target == "sm_120a"
+    vectors = unit.config.vectors
+    if unit.target == "sm_120a":
+        assert sum(found) in ((2 * 8 + 1) * vectors, (2 * (8 + 7) + 1) * vectors)
+    else:
+        assert found == [2 * 8 * vectors, vectors]
 
 
 def test_the_record_is_of_these_units():
