@@ -165,7 +165,9 @@ def indexer_standing(found: Found, root: Path) -> str:
             factor = compare(theirs, ours, one_run=True).speedup
             if factor < 1:
                 ahead.append(f"{theirs['case']} ({factor:.2f})")
-    behind = f"takes less than our time in: {', '.join(ahead)}" if ahead else "never takes less time"
+    behind = (
+        f"takes less than our time in: {', '.join(ahead)}" if ahead else "never takes less time"
+    )
     return (
         f"At 8,192 tokens, of a copy's rate (80 % are wanted): {', '.join(shares)}. "
         f"Triton {behind}; it does not look for repeated slots. {indexer.link}"
