@@ -155,10 +155,13 @@ def test_softcap_comes_after_the_descale():
     assert (folded_lse - lse).abs().max() < 0.05 < (uncapped_lse - lse).abs().min()
 
 
-def test_both_lengths_of_ragged_keys_bound_each_other():
+def test_fewer_ragged_keys_can_be_used_but_not_more():
     case = AttentionCase(id="ragged", kv_lens=(50, 70), q_lens=(2, 2), page_size=None)
     inputs = make_inputs(case)
-    used = torch.tensor([20, 1000], dtype=torch.int32)
+    more = torch.tensor([20, 71], dtype=torch.int32)
+    with pytest.raises(ValueError, match="seqused_k: sequence 1 has 71 keys; accepted: at most"):
+        attention_reference(validate(**inputs, seqused_k=more))
+    used = torch.tensor([20, 70], dtype=torch.int32)
     out, lse = attention_reference(validate(**inputs, seqused_k=used))
     expected, expected_lse = attention_reference(validate(**inputs))
     assert torch.equal(out[2:], expected[2:])
