@@ -72,3 +72,13 @@ def check_tensor(name: str, x: object) -> None:
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name}: got a {type(x).__name__}; accepted: a tensor")
+
+
+def check_not_meta(name: str, x: torch.Tensor) -> None:
+    """Of tensors in a trace, which may be on meta, nothing is asked.
+
+    Raises:
+        ValueError: a plain tensor without memory, which nothing can be read from.
+    """
+    if x.is_meta and is_plain(x):
+        raise ValueError(f"{name}: got meta; accepted: a tensor that has memory")

@@ -90,15 +90,20 @@ def read_remarks(folder: Path) -> dict[str, str]:
     return remarks
 
 
-def find(folder: Path) -> dict[str, list[list[ResultFile]]]:
+def find(
+    folder: Path, remarks: Mapping[str, str] | None = None
+) -> dict[str, list[list[ResultFile]]]:
     """Files of each kind by label, newest first, short labels first.
+
+    Args:
+        remarks: by file; None: the folder's.
 
     Raises:
         BadFile: a result file that its reader refuses, or `check_date` does; a newest file that has
             fewer cases than the one before and no remark that says why.
     """
     found: dict[str, dict[str, list[ResultFile]]] = {name: {} for name in READERS}
-    remarks = read_remarks(folder)
+    remarks = read_remarks(folder) if remarks is None else remarks
     for path in sorted(folder.glob("*.json"), reverse=True):
         name = _NAME.fullmatch(path.name)
         if name and name["kind"] in READERS:
@@ -139,7 +144,8 @@ def read_results(root: Path) -> Results:
         BadFile: as `find`; a file of remarks or commits that is none.
     """
     folder = root / RESULTS
-    files = find(folder)
+    remarks = read_remarks(folder)
+    files = find(folder, remarks)
     shown = (row for labels in files.values() for file, *_ in labels for row in file.rows)
     commits = origin.commits_of(root, folder, shown)
-    return Results(folder, files, read_remarks(folder), commits)
+    return Results(folder, files, remarks, commits)

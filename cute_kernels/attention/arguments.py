@@ -192,9 +192,8 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
         read |= {"block_table": block_table, "seqused_k": seqused_k, "s_aux": s_aux}
         read |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         _check_apart(out, q, read | {"k_descale": k_descale, "v_descale": v_descale})
-    if torch.is_grad_enabled():
-        needing = {"q": q, "k": k, "v": v, "k_descale": k_descale, "v_descale": v_descale}
-        refuse_gradients("flash_attn_varlen_func", needing | {"s_aux": s_aux, "out": out})
+    needing = {"q": q, "k": k, "v": v, "k_descale": k_descale, "v_descale": v_descale}
+    refuse_gradients("flash_attn_varlen_func", needing | {"s_aux": s_aux, "out": out})
     bound_k = 0 if max_seqlen_k is None else _check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
     _check_flags(causal, return_softmax_lse, deterministic)
     window_left, window_right = _check_window(window_size, causal)

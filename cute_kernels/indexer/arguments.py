@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.calls import as_number, check_tensor, is_plain
+from cute_kernels.calls import as_number, check_not_meta, check_tensor
 from cute_kernels.indexer.formats import IndexerFormat, check_head_size, get_indexer_format
 from cute_kernels.memory import has_address, overlapping, shares_elements
 from cute_kernels.numerics import FLOAT32_END
@@ -208,8 +208,7 @@ def _check_tensors(call: IndexerQ | IndexerK, names: tuple[str, ...]) -> None:
         device = getattr(call, names[0]).device
         if x.device != device:
             raise ValueError(f"{name}: got {x.device}; accepted: {device}, as {names[0]}")
-        if x.is_meta and is_plain(x):
-            raise ValueError(f"{name}: got meta; accepted: a tensor that has memory")
+        check_not_meta(name, x)
 
 
 def _check(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.calls import check_tensor, is_plain, writing
+from cute_kernels.calls import check_not_meta, check_tensor, writing
 from cute_kernels.formats import KV_CACHE_DTYPES, ScaleLayout
 from cute_kernels.memory import has_address, overlapping, shares_elements
 from cute_kernels.numerics import e4m3
@@ -128,8 +128,7 @@ def check_store(
     caches = {"key_cache": key_cache, "value_cache": value_cache}
     for name, x in {"key": key, "value": value, **caches, "slot_mapping": slot_mapping}.items():
         check_tensor(name, x)
-        if x.is_meta and is_plain(x):
-            raise ValueError(f"{name}: got meta; accepted: a tensor that has memory")
+        check_not_meta(name, x)
     _check_tokens(key, value, slot_mapping)
     if key_cache.shape != value_cache.shape:
         shapes = f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"

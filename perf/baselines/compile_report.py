@@ -23,10 +23,10 @@ from triton.compiler import ASTSource
 from perf.baselines import triton_decode_kernels as kernels
 from perf.baselines.triton_decode import (
     DecodeConfig,
-    packed_rows,
     tuned_configs,
     untuned_config,
 )
+from perf.baselines.tuning import packed_rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SMEM_BYTES = 232448  # SM90: 227 KiB a CTA

@@ -12,11 +12,9 @@ dependent launch of the second kernel, which plain Triton attention kernels do n
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -31,13 +29,13 @@ from perf.baselines.triton_decode_kernels import (
     combine_kernel,
     decode_split_kernel,
 )
+from perf.baselines.tuning import packed_rows, tuned_entries
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 128
 MAX_SPLITS = 256
 # Work buckets count tokens in tiles of this size, whatever tile is chosen afterwards.
 BUCKET_TILE = 64
-CONFIG_FILE = Path(__file__).with_name("triton_decode_configs.json")
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,6 @@ class DecodeBatch(NamedTuple):
     s_aux: torch.Tensor | None = None
 
 
-def packed_rows(group: int, max_seqlen_q: int) -> int:
-    """Rows of the packed query operand: a power of two, at least 16 (the MMA's M)."""
-    return max(16, triton.next_power_of_2(group * max_seqlen_q))
-
-
 def visible_tokens(max_tokens: int, max_seqlen_q: int, window_left: int, block_n: int) -> int:
     """Upper bound of the tokens that a sequence's tiles cover: what the host knows of its work."""
     if window_left < 0:
@@ -113,8 +106,7 @@ def work_bucket(items: int, visible: int, sm_count: int) -> int:
 def tuned_configs() -> dict[tuple[int, int], dict[int, DecodeConfig]]:
     """(head size, rows) -> work bucket -> configuration, from `triton_decode_configs.json`."""
     tuned: dict[tuple[int, int], dict[int, DecodeConfig]] = {}
-    runs = json.loads(CONFIG_FILE.read_text(encoding="utf-8"))["runs"]
-    for entry in (entry for run in runs for entry in run["configs"]):
+    for entry in tuned_entries():
         of_shape = tuned.setdefault((entry["head_size"], entry["rows"]), {})
         of_shape[entry["work_bucket"]] = DecodeConfig(**entry["config"])
     return tuned

@@ -33,10 +33,10 @@ from perf.baselines.triton_decode import (
     DecodeConfig,
     decode_attention,
     miscompiled,
-    packed_rows,
     visible_tokens,
     work_bucket,
 )
+from perf.baselines.tuning import packed_rows
 from perf.cases import DECODE_CASES, VERIFY_CASES, DecodeCase
 from perf.command import choose
 from perf.inputs import InputSet, KVPool, make_input_sets
