@@ -16,6 +16,14 @@ plan = device_functions(
     "cute_kernels/attention/common/tile_schedule.py",
     TILE_TOKENS=TILE_TOKENS,
     start_of_cta=line_plan.start_of_cta,
+    inclusive_scan=line_plan.inclusive_scan,
+)
+alike = device_functions(
+    "cute_kernels/attention/common/alike.py",
+    **{
+        name: getattr(plan, name)
+        for name in ("Lengths", "Shape", "Stretch", "next_split", "stretch_of_cta", "work_of")
+    },
 )
 parts_plan = device_functions(
     "cute_kernels/attention/decode_sm90/parts.py", cta_of_tile=line_plan.cta_of_tile
@@ -102,7 +110,7 @@ class Batch:
     @cached_property
     def stretches(self) -> list[Any]:
         found = [
-            plan.stretch_of_cta(self.lengths, self.shape, cta, self.max_ctas, self.rows)
+            alike.planned_stretch(self.lengths, self.shape, cta, self.max_ctas, self.rows)
             for cta in range(self.max_ctas)
         ]
         return [plan.Stretch(*map(int, stretch)) for stretch in found]

@@ -103,14 +103,14 @@ def check_partial_results(batch: Batch) -> None:
         assert {part.cta for part in parts if part.started == 0} == {first}
         assert all(first < part.cta <= last for part in parts[begun:])
         found = parts_plan.parts_of(batch.shape, first, pieces, begun)
-        where = [parts_plan.slot_of_part(found, i) for i in range(found.count)]
+        where = [int(parts_plan.slot_in_turn(found, i, 0, 1)) for i in range(found.count)]
         # what the first CTA has is one part
         assert [part.slot for part in parts[begun - 1 :]] == where
         assert first not in counters and not slots & set(where)
         counters.add(first)
         slots |= set(where)
     # Without splits two slots a CTA: at most one item continued (even slot) and one begun.
-    assert all(0 <= slot < max(2, batch.splits[0]) * ctas for slot in slots)
+    assert all(0 <= slot < max(2, batch.splits[0] + 1) * ctas for slot in slots)
 
 
 def check_splits(batch: Batch) -> None:

@@ -39,10 +39,11 @@ from tests.requires import requires_module
 hypothesis = requires_module("hypothesis")
 st = requires_module("hypothesis.strategies")
 
+line = device_functions("cute_kernels/attention/common/line.py")
 common = device_functions("cute_kernels/attention/common/tile_schedule.py", TILE_TOKENS=HALF_TOKENS)
 plan = device_functions(
     "cute_kernels/attention/prefill_sm90/schedule.py",
-    inclusive_scan=common.inclusive_scan,
+    inclusive_scan=line.inclusive_scan,
     query_token=common.query_token,
     HALF_TOKENS=HALF_TOKENS,
     TILE_TOKENS=TILE_TOKENS,

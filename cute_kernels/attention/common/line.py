@@ -34,3 +34,10 @@ def cta_of_tile(tile: Int32, total: Int32, ctas: Int32) -> Int32:
     if tile >= boundary:
         cta = remainder + dsl.quotient(tile - boundary, cutlass.max(quotient, Int32(1)))
     return cta
+
+
+@cute.jit
+def inclusive_scan(x: Int32, lane: Int32) -> Int32:
+    for step in cutlass.range_constexpr(5):
+        x = x + dsl.shuffle_up_or_zero(x, Int32(1 << step))
+    return x

@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels import dsl
-from cute_kernels.attention.common.line import start_of_cta
+from cute_kernels.attention.common.line import inclusive_scan, start_of_cta
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 
 TILE_SHIFT = TILE_TOKENS.bit_length() - 1
@@ -225,14 +225,7 @@ def after_segment(segment: Segment, shape: Shape, tile: Int32, step: Int32):
 
 
 @cute.jit
-def inclusive_scan(x: Int32, lane: Int32) -> Int32:
-    for step in cutlass.range_constexpr(5):
-        x = x + dsl.shuffle_up_or_zero(x, Int32(1 << step))
-    return x
-
-
-@cute.jit
-def _work(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr):
+def work_of(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr):
     """(tiles of all items of sequence b, tiles of one item, items with tiles); 0 past the batch."""
     tiles = Int32(0)
     items = Int32(0)
@@ -248,11 +241,12 @@ def _work(lengths: Lengths, shape: Shape, b: Int32, rows: cutlass.Constexpr):
 class Stretch(NamedTuple):
     """A CTA's tiles: it starts at tile ``tile`` of item ``item`` of sequence ``b``.
 
-    begin: where its ``count`` tiles begin on the line of all ``total`` tiles, which ``ctas`` CTAs
-    share. skip: how far behind begin the CTA starts: where a split begins. The last one may reach
-    past its end. item_step: how many items further the CTA's next item is. gap: tiles that nobody
-    works on, on the line before each item; 0 where all sequences are alike. Without them a CTA with
-    many short sequences would be late (H200, log-normal lengths, 64/8 D128: 78 % of the loader).
+    begin: where its ``count`` tiles begin on the line of all ``total`` tiles, shared by ``ctas``.
+    skip: how far behind begin the CTA starts: where a split begins. The last one may reach past its
+    end. item_step: how many items further the CTA's next item is. gap: tiles that nobody works on,
+    on the line before each item; 0 where all sequences are alike. Without it CTAs with many short
+    sequences are late (H200, log-normal, 64/8 D128: 78 % of the loader). pieces: how many CTAs
+    share each item, this one having piece ``own``; 0 where that differs.
     """
 
     b: Int32
@@ -265,6 +259,8 @@ class Stretch(NamedTuple):
     item_step: Int32
     skip: Int32
     gap: Int32
+    pieces: Int32
+    own: Int32
 
 
 @cute.jit
@@ -296,7 +292,7 @@ def _participants(
 
 
 @cute.jit
-def _next_split(
+def next_split(
     shape: Shape, b: Int32, item: Int32, tile: Int32, tiles: Int32, items: Int32, gap: Int32
 ):
     """(sequence, item, tile, distance) of the first split that begins at a tile or behind it."""
@@ -325,11 +321,10 @@ def stretch_of_cta(
     least_work = Int32(0x7FFFFFFF)
     most_tiles = Int32(0)
     least_tiles = Int32(0x7FFFFFFF)
-    # Of a batch of up to 32 both walks over it look once: the start of a launch is bound by them.
-    work, tiles, items = _work(lengths, shape, lane, rows)
+    work, tiles, items = work_of(lengths, shape, lane, rows)
     for base in cutlass.range(0, shape.batch, 32, unroll=1):
         if base > 0:
-            work, tiles, items = _work(lengths, shape, base + lane, rows)
+            work, tiles, items = work_of(lengths, shape, base + lane, rows)
         total = total + work
         all_items = all_items + items
         if work > 0:
@@ -375,7 +370,7 @@ def stretch_of_cta(
     searching = count
     while (base < shape.batch) & (searching > 0):
         if shape.batch > 32:
-            work, tiles, items = _work(lengths, shape, base + lane, rows)
+            work, tiles, items = work_of(lengths, shape, base + lane, rows)
         work = work + gap * items
         end = line + inclusive_scan(work, lane)
         owner = dsl.count_le(end, begin)
@@ -391,10 +386,11 @@ def stretch_of_cta(
             tile = cutlass.max(behind, Int32(0))
             skip = tile - behind
             if shape.splits != 0:
-                b, item, tile, more = _next_split(
+                b, item, tile, more = next_split(
                     shape, b, item, tile, owner_tiles, owner_items, gap
                 )
                 skip = skip + more
         line = dsl.shuffle_from_lane(end, Int32(31))
         base = base + 32
-    return Stretch(b, item, tile, count, begin, total, ctas, item_step, skip, gap)
+    unknown = Int32(0)
+    return Stretch(b, item, tile, count, begin, total, ctas, item_step, skip, gap, unknown, unknown)

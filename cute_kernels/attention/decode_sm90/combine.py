@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.output import Partial, fold_of
 from cute_kernels.attention.decode_sm90.config import MAX_SPLITS
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane
-from cute_kernels.attention.decode_sm90.parts import Parts, slot_of_part
+from cute_kernels.attention.decode_sm90.parts import Parts, slot_in_turn
 
 # Threads that read one part's row side by side, at least: 4 times 16 bytes are two sectors.
-MIN_WIDTH = 4
+MIN_SHIFT = 2
+MIN_WIDTH = 1 << MIN_SHIFT
 _WARP = 32
 
 
@@ -74,8 +75,7 @@ class Combining(ConsumerLane):
             states = []
             values = []
             for i in cutlass.range_constexpr(in_flight):
-                part = cutlass.min(first + i * groups, parts.count - 1)
-                slot = Int64(slot_of_part(parts, part))
+                slot = slot_in_turn(parts, first, i, groups)
                 states.append(dsl.ld_global_cg_f32x2(base_state + slot * (rows * 8)))
                 values.append(dsl.ld_global_cg_f32x4(base_o + slot * (rows * head_size * 4)))
             new_top = top
@@ -160,8 +160,7 @@ class Combining(ConsumerLane):
         for first in cutlass.range(0, parts.count, share.groups * in_flight, unroll=1):
             values = []
             for i in cutlass.range_constexpr(in_flight):
-                part = cutlass.min(first + share.group + i * share.groups, parts.count - 1)
-                slot = Int64(slot_of_part(parts, part))
+                slot = slot_in_turn(parts, first + share.group, i, share.groups)
                 values.append(dsl.ld_global_cg_f32x4(base_o + slot * (rows * head_size * 4)))
             if first == 0:
                 for each in cutlass.range(
@@ -198,8 +197,7 @@ class Combining(ConsumerLane):
         state_at = partial.mState.iterator.toint() + row * 8
         loaded = []
         for i in cutlass.range_constexpr(MAX_SPLITS // _WARP):
-            part = cutlass.min(i * _WARP + self.lane, parts.count - 1)
-            slot = Int64(slot_of_part(parts, part))
+            slot = slot_in_turn(parts, self.lane, i, Int32(_WARP))
             loaded.append(dsl.ld_global_cg_f32x2(state_at + slot * (self.config.rows * 8)))
         before = Float32(dsl.NEG_INF)
         for i in cutlass.range_constexpr(MAX_SPLITS // _WARP):

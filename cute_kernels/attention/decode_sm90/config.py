@@ -111,6 +111,18 @@ class DecodeConfig:
         return self.uses_wgmma or (self.block_scaled and self.head_size >= 256)
 
     @property
+    def stages_queries(self) -> bool:
+        """Whether the producer brings an item's queries (staging.py), where that costs no slot."""
+        if self.loader_only or self.head_size == 256:
+            return False
+        return self.kv_format == "fp8_e4m3" and self.rows == 8
+
+    @property
+    def staged_row_bytes(self) -> int:
+        """A row, and what puts the next one into other banks for the same element."""
+        return 2 * self.head_size + 16
+
+    @property
     def paired(self) -> bool:
         """Whether a tile's K and V share a slot. Small tiles are bound by instruction issue, and
         this halves waits, arrivals and fences (H200: B32 S8192 64/8 D128 nvfp4 95.5 -> 92.7 us)."""
@@ -263,9 +275,11 @@ def smem_bytes(config: DecodeConfig) -> int:
     ring = config.stages * config.stage_bytes
     queries = rows * head_size * 2 if config.queries_in_smem else 0
     # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items, plan
-    tables = rows * (3 * 4 * config.consumer_warps + 4 + 8) + 64 + 32
+    tables = rows * (3 * 4 * config.consumer_warps + 4 + 8) + 96 + 32
     barriers = 2 * 8 * config.stages
     exchange = config.exchange_bytes + config.fold_bytes
+    if config.stages_queries:
+        exchange += rows * config.staged_row_bytes + 16
     parts = (exchange, queries, config.scale_table_bytes, tables, barriers)
     return ring + sum(parts) + 3 * 1024
 

@@ -22,11 +22,13 @@ from cute_kernels.attention.common.tile_schedule import (
     segment_at,
     split_tiles,
 )
+from cute_kernels.attention.decode_sm90.barriers import NamedBarrier
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
 from cute_kernels.attention.decode_sm90.epilogue import Epilogue
 from cute_kernels.attention.decode_sm90.fixup import Fixup
 from cute_kernels.attention.decode_sm90.parts import slot_to_write
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
+from cute_kernels.attention.decode_sm90.staging import Staging
 from cute_kernels.attention.decode_sm90.warps_apart import OwnTile, WarpsApart
 
 
@@ -189,6 +191,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
     def run(
         self,
         mQ: cute.Tensor,
+        staging: Staging,
         scales: Scales,
         lengths: Lengths,
         output: Output,
@@ -215,9 +218,8 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         if const_expr(not config.loader_only):
             # before the first tile arrives, so it costs nothing
             self.write_rows_without_keys(output, lengths, cta, ctas)
-        # Items to finish: 1 the continued one, 2 the begun one.
-        shared = Int32(0)
         at = stretch.begin + stretch.skip
+        first = at
         end = stretch.begin + stretch.count
         b, item, tile = stretch.b, stretch.item, stretch.tile
         started = tile
@@ -225,6 +227,7 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         phase = Int32(0)
         offset = Int32(0)
         buffer = Int32(0)
+        items = Int32(0)
         while at < end:
             if const_expr(config.heads_in_line > 1):
                 shape = shape._replace(place=self.plan().place)
@@ -234,11 +237,23 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
             if const_expr(not config.loader_only):
                 # An item's next split finds them there.
                 if tile == started:
-                    # Before anything that waits: soon the tiles' loads fill all queues to DRAM.
-                    queries = self.fetch_queries(mQ, seq, chunk, head)
+                    if const_expr(not config.stages_queries):
+                        # Before anything that waits: soon the tiles' loads fill all queues to DRAM.
+                        queries = self.fetch_queries(mQ, seq, chunk, head)
+                        if at == first:
+                            cute.arch.barrier_arrive(
+                                barrier_id=int(NamedBarrier.ASKED),
+                                number_of_threads=config.consumer_threads + 32,
+                            )
                     k_scale, _ = descales_of(scales, b, head)
                     base_scale = scales.softmax_scale * k_scale * (dsl.LOG2_E * self.kv.magnitude)
                     self.publish_visible(seq, chunk)
+                    if self.warp == config.consumer_warps - 1:
+                        # While the queries are on their way.
+                        self.open_item(segment, at - tile, tile, end - at)
+                    if const_expr(config.stages_queries):
+                        queries = self.staged_queries(staging, items & 1)
+                        items = items + 1
                     if const_expr(config.queries_in_smem):
                         self.keep_queries_in_smem(mQ, queries, base_scale)
                     else:
@@ -299,28 +314,30 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                     if const_expr(config.fold_bytes > 0):
                         self.fold_kept(acc, state, v_scale)
                     else:
-                        self.fold_into_registers(parts, acc, state, v_scale, chunk, slot_of_part)
+                        unfinished = slot_of_part + shape.splits
+                        self.fold_into_registers(parts, acc, state, v_scale, chunk, unfinished)
                     v_scale = Float32(1.0)
-                goes_on = Int32(0)
-                if const_expr(config.fold_bytes > 0):
-                    if (started == 0) & (at + segment.count < end):
-                        goes_on = Int32(1)
+                goes_on = (started == 0) & (at + segment.count < end)
                 if ends & (started == 0):
                     self.write_output(output, acc, state, v_scale, seq, chunk, head)
-                elif goes_on != 0:
+                elif goes_on & (config.fold_bytes > 0):
                     self.keep_fold(acc, state, v_scale)
                 else:
+                    if goes_on:
+                        slot_of_part = slot_of_part + shape.splits
                     self.write_partial(parts, acc, state, v_scale, chunk, slot_of_part)
                     if ends | (at + segment.count >= end):
-                        shared = shared | cutlass.select_(started == 0, Int32(2), Int32(1))
-                        self.arrive(parts, plan, segment, line_start, started, tile)
+                        self.arrive(parts, started)
             at = at + segment.count
-            b, item, tile = after_segment(segment, shape, tile, self.plan().item_step)
-            if tile == 0:
-                started = Int32(0)
-                at = at + self.plan().gap
+            if at < end:
+                b, item, tile = after_segment(segment, shape, tile, self.plan().item_step)
+                if tile == 0:
+                    started = Int32(0)
+                    at = at + self.plan().gap
         if const_expr(not config.loader_only):
-            parts = self.parts_of_place(partial, self.plan())
-            for which in cutlass.range(2, unroll=1):
-                if ((shared >> which) & 1) != 0:
+            if self.plan().pieces != 1:
+                # The entries are there.
+                self.barrier()
+                parts = self.parts_of_place(partial, self.plan())
+                for which in cutlass.range(2, unroll=1):
                     self.finish(output, parts, which)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.line import cta_of_tile, splits_of_first_cta
@@ -42,29 +42,48 @@ from cute_kernels.attention.common.tile_schedule import (
     sequence,
     split_tiles,
 )
-from cute_kernels.attention.decode_sm90.combine import MIN_WIDTH, Combining, Share, no_parts
+from cute_kernels.attention.decode_sm90.combine import MIN_SHIFT, Combining, Share, no_parts
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, Plan
-from cute_kernels.attention.decode_sm90.parts import parts_of
+from cute_kernels.attention.decode_sm90.parts import Parts, parts_of
 
 
 class SharedItem(NamedTuple):
-    """An item that CTAs first, first + 1, ... share, as every thread needs it to finish it.
+    """An item that several CTAs have parts of, as a thread needs it to finish it.
 
-    pieces: its parts, or with splits those; begun: how many the CTA ``first`` has. own: the number
-    of this CTA's first piece, and in the upper half how many it has.
+    count: its parts, 0 where there is no such item; begun, base: slots, see ``Parts``. head,
+    q_start, first_row: of its rows. begin, end: the blocks of four elements that this CTA
+    combines. shift: log2 of how many threads side by side do.
 
-    Kept in shared memory meanwhile (SHARED_ITEM_WORDS words): it is needed after the last tile,
-    when loading the lengths again would cost a trip to DRAM.
+    Kept in shared memory (SHARED_ITEM_WORDS words) from when the CTA comes to the item: what it
+    takes to know all this would be waited for after the last tile.
     """
 
-    first: Int32
-    pieces: Int32
+    count: Int32
+    begun: Int32
+    base: Int32
     head: Int32
     q_start: Int32
     first_row: Int32
-    rows_end: Int32
-    own: Int32
-    begun: Int32
+    begin: Int32
+    end: Int32
+    shift: Int32
+
+
+class Block(NamedTuple):
+    """Four elements of a row of an item that a thread combines; live: whether it writes them."""
+
+    row: Int32
+    element: Int32
+    live: Int32
+
+
+class Target(NamedTuple):
+    """Where a block goes in the output: worked out before its parts are waited for."""
+
+    address: Int64
+    token: Int32
+    query_head: Int32
+    sink: Float32
 
 
 class Fixup(Combining):
@@ -82,119 +101,166 @@ class Fixup(Combining):
         return Partial(*[part(tensor) for tensor in partial])
 
     @cute.jit
-    def arrive(
-        self,
-        partial: Partial,
-        plan: Plan,
-        segment: Segment,
-        line_start: Int32,
-        started: Int32,
-        tile: Int32,
-    ):
-        """Tell the item's CTAs that this CTA's parts have been written, and keep the item in mind.
+    def open_item(self, segment: Segment, line_start: Int32, tile: Int32, left: Int32):
+        """If other CTAs have tiles of an item, too: keep in mind how to finish it. By one warp.
 
-        line_start: where the item's tiles start on the line. started: the tile at which the CTA
-        came to the item: 0 for the item that it begins. tile: of its last segment there.
+        line_start: where the item's tiles start on the line. tile: the item's tile at which the CTA
+        comes to it, with ``left`` tiles to go.
         """
-        # While the parts are on their way to L2.
-        tiles = segment.seq.tiles
-        first = cta_of_tile(line_start, plan.total, plan.ctas)
-        own = plan.cta - first
-        count = Int32(1)
-        if self.shape.splits != 0:
-            split = split_tiles(self.shape, tiles)
-            own = dsl.quotient(started, split)
-            count = dsl.quotient(tile, split) + 1 - own
-        self.barrier()
-        if self.tid == 0:
-            # Releases what the barrier ordered before it: the parts written by all threads.
-            dsl.red_add_release_gpu((partial.mCounter.iterator + first).toint(), count)
-            last = cta_of_tile(line_start + tiles - 1, plan.total, plan.ctas)
-            pieces = last - first + 1
-            begun = Int32(1)
-            if self.shape.splits != 0:
-                split = split_tiles(self.shape, tiles)
+        shape, plan, tiles = self.shape, self.plan(), segment.seq.tiles
+        own, pieces = plan.own, plan.pieces
+        mine = Int32(1)
+        begun = Int32(1)
+        first = plan.cta - own
+        if (shape.splits == 0) & (tile == 0) & (tiles <= left):
+            pieces = Int32(1)
+        if pieces == 0:
+            first = cta_of_tile(line_start, plan.total, plan.ctas)
+            if shape.splits == 0:
+                pieces = cta_of_tile(line_start + tiles - 1, plan.total, plan.ctas) - first + 1
+                own = plan.cta - first
+            else:
+                split = split_tiles(shape, tiles)
+                own = dsl.quotient(tile, split)
                 pieces = dsl.quotient(tiles + split - 1, split)
+                mine = cutlass.min(dsl.quotient(left + split - 1, split), pieces - own)
                 begun = splits_of_first_cta(first, line_start, split, plan.total, plan.ctas)
-            chunk = segment.chunk
-            entry = self._entry(cutlass.Int32(started == 0))
-            dsl.st_shared_b32x4(entry, first, pieces, segment.head, segment.seq.q_start)
-            packed = own + (count << 16)
-            dsl.st_shared_b32x4(entry + 16, chunk.first_row, chunk.rows_end, packed, begun)
+        if mine < pieces:
+            parts = parts_of(shape, first, pieces, begun)
+            blocks = (segment.chunk.rows_end - segment.chunk.first_row) * self.blocks_of_row
+            share = dsl.quotient(blocks + pieces - 1, pieces)
+            begin = own * share
+            end = cutlass.min(begin + mine * share, blocks)
+            shift = Int32(MIN_SHIFT)
+            while (1 << shift < self.config.consumer_threads) & (1 << shift < end - begin):
+                shift = shift + 1
+            if self.lane == 0:
+                entry = self._entry(cutlass.Int32(tile == 0))
+                dsl.st_shared_b32x4(entry, parts.count, parts.begun, parts.base, segment.head)
+                dsl.st_shared_b32x4(
+                    entry + 16, segment.seq.q_start, segment.chunk.first_row, begin, end
+                )
+                dsl.st_shared_b32(entry + 32, shift)
+                arrivals = Int32(1)
+                if tile > 0:
+                    arrivals = mine
+                dsl.st_shared_b32x2(entry + 40, first, arrivals)
+
+    @property
+    def blocks_of_row(self) -> int:
+        return self.config.head_size // 4
 
     def _entry(self, which: Int32) -> Int32:
         """Shared memory of the item that this CTA continues (0) or begins (1)."""
         return self.smem.shared_items + which * (4 * SHARED_ITEM_WORDS)
 
     @cute.jit
-    def finish(self, output: Output, partial: Partial, which: Int32):
-        """Wait for the item's parts, then combine this CTA's share of it."""
-        # The entry is there.
+    def arrive(self, partial: Partial, started: Int32):
+        """Tell the item's CTAs that this CTA's parts have been written."""
         self.barrier()
-        entry = self._entry(which)
-        shared = SharedItem(*dsl.ld_shared_b32x4(entry), *dsl.ld_shared_b32x4(entry + 16))
-        share = self._share_of(shared)
         if self.tid == 0:
-            counter = (partial.mCounter.iterator + shared.first).toint()
-            while dsl.ld_acquire_gpu_b32(counter) < shared.pieces:
+            first, parts = dsl.ld_shared_b32x2(self._entry(cutlass.Int32(started == 0)) + 40)
+            # Releases what the barrier ordered before it: the parts written by all threads.
+            dsl.red_add_release_gpu((partial.mCounter.iterator + first).toint(), parts)
+
+    @cute.jit
+    def finish(self, output: Output, partial: Partial, which: Int32):
+        """Combine this CTA's share of an item, if it has one, when its parts are there."""
+        entry = self._entry(which)
+        shared = SharedItem(
+            *dsl.ld_shared_b32x4(entry),
+            *dsl.ld_shared_b32x4(entry + 16),
+            dsl.ld_shared_b32(entry + 32),
+        )
+        if shared.count > 0:
+            width = 1 << shared.shift
+            share = Share(
+                shared.begin,
+                shared.end,
+                width,
+                Int32(self.config.consumer_threads) >> shared.shift,
+                self.tid >> shared.shift,
+                self.tid & (width - 1),
+            )
+            # Known before the parts are there.
+            block = self._block(share, share.begin)
+            target = self._target(output, shared, block)
+            self._wait(partial, entry, shared.count)
+            step = Int32(2)
+            if self.shape.splits != 0:
+                step = Int32(1)
+            parts = Parts(shared.count, shared.begun, shared.base, step)
+            self._combine_share(output, partial, shared, share, parts, block, target)
+
+    @cute.jit
+    def _wait(self, partial: Partial, entry: Int32, count: Int32):
+        if self.tid == 0:
+            first, parts = dsl.ld_shared_b32x2(entry + 40)
+            counter = (partial.mCounter.iterator + first).toint()
+            while dsl.ld_acquire_gpu_b32(counter) < count:
                 pass
             # This CTA will not look at the counter again, and whoever is the last to leave it finds
             # it 0 for the next launch. An addition whose answer says who is last would take a trip
             # to L2 before the work.
-            for _ in cutlass.range(shared.own >> 16, unroll=1):
-                dsl.red_inc_gpu(counter, 2 * shared.pieces - 1)
+            for _ in cutlass.range(parts, unroll=1):
+                dsl.red_inc_gpu(counter, 2 * count - 1)
         self.barrier()
-        self._combine_share(output, partial, shared, share)
 
     @cute.jit
-    def _share_of(self, shared: SharedItem) -> Share:
-        row_blocks = self.config.head_size // 4
-        blocks = (shared.rows_end - shared.first_row) * row_blocks
-        share = dsl.quotient(blocks + shared.pieces - 1, shared.pieces)
-        begin = (shared.own & 0xFFFF) * share
-        end = cutlass.min(begin + (shared.own >> 16) * share, blocks)
-        width = Int32(self.config.consumer_threads)
-        while (width > MIN_WIDTH) & (width >= 2 * (end - begin)):
-            width = width >> 1
-        groups = self.config.consumer_threads // width
-        group = self.tid // width
-        return Share(begin, end, width, groups, group, self.tid - group * width)
-
-    @cute.jit
-    def _combine_share(self, output: Output, partial: Partial, shared: SharedItem, share: Share):
-        row_blocks = self.config.head_size // 4
-        parts = parts_of(self.shape, shared.first, shared.pieces, shared.begun)
+    def _combine_share(
+        self,
+        output: Output,
+        partial: Partial,
+        shared: SharedItem,
+        share: Share,
+        parts: Parts,
+        block: Block,
+        target: Target,
+    ):
         for base in cutlass.range(share.begin, share.end, share.width, unroll=1):
-            block = base + share.column
-            live = block < share.end
-            block = cutlass.min(block, share.end - 1)
-            row = block // row_blocks
-            element = 4 * (block - row * row_blocks)
+            if base > share.begin:
+                block = self._block(share, base)
+                target = self._target(output, shared, block)
+            row, element = block.row, block.element
             state = no_parts()
             if self.shape.splits == 0:
                 state = self._combine_parts(partial, parts, row, element, share.group, share.groups)
                 state = self._merge_groups(state, share.width, share.groups)
             else:
                 state = self._fold_parts(partial, parts, row, element, share, base)
-            if live & (share.group == 0):
-                self._write_block(output, shared, row, element, state)
+            if block.live != 0:
+                self._write_block(output, target, element, state)
 
     @cute.jit
-    def _write_block(self, output: Output, shared: SharedItem, row: Int32, element: Int32, state):
-        top, total, o0, o1, o2, o3 = state
+    def _block(self, share: Share, base: Int32) -> Block:
+        block = base + share.column
+        live = cutlass.Int32((block < share.end) & (share.group == 0))
+        block = cutlass.min(block, share.end - 1)
+        row = block >> (self.blocks_of_row.bit_length() - 1)
+        return Block(row, 4 * (block - row * self.blocks_of_row), live)
+
+    @cute.jit
+    def _target(self, output: Output, shared: SharedItem, block: Block) -> Target:
         shape = self.shape
-        packed_row = shared.first_row + row
+        packed_row = shared.first_row + block.row
         token = query_token(shape, packed_row)
         query_head = shared.head * shape.group + packed_row - token * shape.group
         token = token + shared.q_start
-        final = finish_row(top, total, sink_of_head(output, query_head), Float32(1.0))
+        sink = sink_of_head(output, query_head)
+        address = output_address(output, token, query_head, block.element)
+        return Target(address, token, query_head, sink)
+
+    @cute.jit
+    def _write_block(self, output: Output, target: Target, element: Int32, state):
+        top, total, o0, o1, o2, o3 = state
+        final = finish_row(top, total, target.sink, Float32(1.0))
         dsl.st_global_b32x2(
-            output_address(output, token, query_head, element),
+            target.address,
             pack_output(output.mO, o0 * final.factor, o1 * final.factor),
             pack_output(output.mO, o2 * final.factor, o3 * final.factor),
         )
         if element == 0:
-            store_lse(output, token, query_head, final.lse)
+            store_lse(output, target.token, target.query_head, final.lse)
 
     @cute.jit
     def write_rows_without_keys(self, output: Output, lengths: Lengths, cta: Int32, ctas: Int32):

@@ -23,13 +23,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_kernels import dsl
 from cute_kernels.attention.common import launch
+from cute_kernels.attention.common.alike import planned_stretch
 from cute_kernels.attention.common.launch import ScaledStrides, Scales, Sizes, Strides
 from cute_kernels.attention.common.output import Output, Partial
-from cute_kernels.attention.common.tile_schedule import (
-    Lengths,
-    Shape,
-    stretch_of_cta,
-)
+from cute_kernels.attention.common.tile_schedule import Lengths, Shape
 from cute_kernels.attention.decode_sm90.config import (
     PRODUCER_REGISTERS,
     TILE_TOKENS,
@@ -44,6 +41,7 @@ from cute_kernels.attention.decode_sm90.producer import (
     Ring,
     TmaOperand,
 )
+from cute_kernels.attention.decode_sm90.staging import Staging
 
 # CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
 COOPERATIVE = True
@@ -172,7 +170,7 @@ class DecodeSm90:
     ) -> Partial:
         """Cut the float32 workspace (op.py sizes it) into its parts."""
         rows, D = self.config.rows, self.config.head_size
-        slots = ctas * cutlass.max(splits, Int32(2))
+        slots = ctas * cutlass.max(splits + 1, Int32(2))
         base = mWorkspace.iterator
         state = base + Int64(slots) * (rows * D)
         return Partial(
@@ -202,11 +200,14 @@ class DecodeSm90:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
-        ring, smem = self._allocate()
+        ring, staging, smem = self._allocate()
         if tid == 0:
             for slot in cutlass.range_constexpr(config.stages):
                 cute.arch.mbarrier_init(ring.full + slot, 1)
                 cute.arch.mbarrier_init(ring.empty + slot, config.release_arrivals)
+            if const_expr(config.stages_queries):
+                cute.arch.mbarrier_init(staging.full, 1)
+                cute.arch.mbarrier_init(staging.empty, config.consumer_warps)
             cute.arch.mbarrier_init_fence()
             cpasync.prefetch_descriptor(atomK)
             cpasync.prefetch_descriptor(atomV)
@@ -217,23 +218,27 @@ class DecodeSm90:
             shape = shape._replace(place=place)
         else:
             shape = shape._replace(abreast=Int32(1), place=Int32(0))
-        stretch = stretch_of_cta(lengths, shape, cta, ctas, config.rows)
+        stretch = planned_stretch(lengths, shape, cta, ctas, config.rows)
         if tid == 0:
             plan = smem.plan
             dsl.st_shared_b32x4(plan, stretch.total, stretch.ctas, stretch.item_step, cta)
             dsl.st_shared_b32x2(plan + 16, shape.place, stretch.gap)
+            dsl.st_shared_b32x2(plan + 24, stretch.pieces, stretch.own)
+            for which in cutlass.range_constexpr(2):
+                dsl.st_shared_b32(smem.shared_items + which * (4 * SHARED_ITEM_WORDS), Int32(0))
         cute.arch.sync_threads()
         if warp >= config.consumer_warps:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == config.consumer_warps:
                 producer = Producer(config, lengths, shape, source)
-                producer.run(ring, TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV), stretch)
+                k, v = TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV)
+                producer.run(ring, k, v, stretch, mQ, staging)
         else:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(config.consumer_registers)
             consumer = Consumer(config, mma, shape, ring, smem, scales.softcap)
-            consumer.run(mQ, scales, lengths, output, partial, stretch, cta, ctas)
+            consumer.run(mQ, staging, scales, lengths, output, partial, stretch, cta, ctas)
 
     def _allocate(self):
         config = self.config
@@ -258,6 +263,11 @@ class DecodeSm90:
         plan = array(Int32, 8, 16)
         full = array(Int64, config.stages, 8)
         empty = array(Int64, config.stages, 8)
+        staged, barriers = q, full
+        if config.stages_queries:
+            staged = array(Uint8, rows * config.staged_row_bytes, 16)
+            barriers = array(Int64, 2, 8)
+        staging = Staging(staged.toint(), barriers, barriers + 1)
         sQ = sP = None
         if config.uses_wgmma:
             atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, kind)
@@ -268,4 +278,4 @@ class DecodeSm90:
             sP = cute.make_tensor(cute.recast_ptr(p, p_layout.inner, dtype=kind), p_layout.outer)
         tables = (p, row_max, row_sum, visible, q_scale, q_max, shared_items, scales, q, fold, plan)
         addresses = [x.toint() for x in tables]
-        return Ring(ring, full, empty), ConsumerSmem(*addresses, sQ, sP)
+        return Ring(ring, full, empty), staging, ConsumerSmem(*addresses, sQ, sP)

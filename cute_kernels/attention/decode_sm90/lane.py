@@ -11,7 +11,6 @@ Fragment coordinates, with lane = 4 g + j and row block n = 0 .. rows/8 - 1:
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
@@ -20,20 +19,17 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import Shape
+from cute_kernels.attention.decode_sm90.barriers import NamedBarrier
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS, DecodeConfig
 from cute_kernels.attention.decode_sm90.fragments import FRAGMENTS
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import Ring
 
-SHARED_ITEM_WORDS = 8
+SHARED_ITEM_WORDS = 12
 # Maximum of a row that has seen no key: below all scores, and finite, so that a difference with it
 # is no NaN. It becomes -inf at the end of a segment.
 NO_KEY = -3.0e38
 TYPES = {"bf16": BFloat16, "fp16": Float16}
-
-
-class NamedBarrier(IntEnum):
-    CONSUMERS = 1
 
 
 class Plan(NamedTuple):
@@ -48,6 +44,8 @@ class Plan(NamedTuple):
     cta: Int32
     place: Int32
     gap: Int32
+    pieces: Int32
+    own: Int32
 
 
 class ConsumerSmem(NamedTuple):
@@ -58,7 +56,7 @@ class ConsumerSmem(NamedTuple):
     (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score
     into a log2-domain score. q_max: (warps, rows) packed bf16 maxima. shared_items: two entries
     of SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
-    fold: see ``DecodeConfig.fold_bytes``. plan: a ``Plan`` and 2 unused words.
+    fold: see ``DecodeConfig.fold_bytes``. plan: a ``Plan``.
     """
 
     p: Int32
@@ -138,7 +136,7 @@ class ConsumerLane:
 
     def plan(self) -> Plan:
         words = dsl.ld_shared_b32x4(self.smem.plan)
-        return Plan(*words, *dsl.ld_shared_b32x2(self.smem.plan + 16))
+        return Plan(*words, *dsl.ld_shared_b32x4(self.smem.plan + 16))
 
     def barrier(self):
         cute.arch.barrier(

@@ -156,7 +156,7 @@ def launch_of(
         operand_sizes(problem, k),
         (*score_scalars(problem), ctas, min_tiles, gap, *row_range, *fixed, abreast),
     )
-    workspace = max(2, fixed.splits) * ctas * config.rows * (config.head_size + 2)
+    workspace = max(2, fixed.splits + 1) * ctas * config.rows * (config.head_size + 2)
     return SplitKvLaunch(function, q.device, arguments, workspace, ctas)
 
 

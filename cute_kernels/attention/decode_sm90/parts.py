@@ -1,8 +1,9 @@
 """Where the parts of items that several CTAs share lie in the workspace.
 
 Slots: 2 c of the item that CTA c continues and 2 c + 1 of the one it begins. Where items consist of
-splits, slots ``splits * c`` and behind belong to the item that CTA c begins: the first to the fold
-of what CTA c has of it, the others to the splits of other CTAs, by their numbers.
+splits, slots ``(splits + 1) * c`` and behind belong to the item that CTA c begins: the first to the
+fold of what CTA c has of it, the others to the splits of other CTAs, by their numbers, and the last
+one, which no other CTA reads, to the folds that CTA c has not finished.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from cute_kernels.attention.common.line import cta_of_tile
 from cute_kernels.attention.common.tile_schedule import Shape
@@ -35,18 +36,21 @@ def parts_of(shape: Shape, first: Int32, pieces: Int32, begun: Int32) -> Parts:
     step = Int32(2)
     if shape.splits != 0:
         count = pieces - begun + 1
-        slot = cutlass.max(shape.splits, Int32(2)) * first
+        slot = (shape.splits + 1) * first
         base = slot + begun - 1
         step = Int32(1)
     return Parts(count, slot, base, step)
 
 
 @cute.jit
-def slot_of_part(parts: Parts, part: Int32) -> Int32:
+def slot_in_turn(parts: Parts, part: Int32, turn: cutlass.Constexpr, step: Int32) -> Int64:
+    """Slot of the part ``turn`` steps behind part ``part``; of the last one where there is none.
+    There are two parts at least, so that only turn 0 can find the first one."""
+    part = cutlass.min(part + turn * step, parts.count - 1)
     slot = parts.base + parts.step * part
-    if part == 0:
+    if (part == 0) & (turn == 0):
         slot = parts.begun
-    return slot
+    return Int64(slot)
 
 
 @cute.jit
@@ -59,7 +63,7 @@ def slot_to_write(
     if started == 0:
         slot = slot + 1
     if shape.splits != 0:
-        stride = cutlass.max(shape.splits, Int32(2))
+        stride = shape.splits + 1
         slot = stride * plan.cta
         if started > 0:
             slot = stride * cta_of_tile(line_start, plan.total, plan.ctas) + split

@@ -12,13 +12,16 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels import dsl, dsl_nvfp4
 from cute_kernels.attention.common.tile_schedule import (
     Lengths,
+    Segment,
     Shape,
     Stretch,
     after_segment,
     segment_at,
 )
+from cute_kernels.attention.decode_sm90.barriers import NamedBarrier
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS, DecodeConfig
 from cute_kernels.attention.decode_sm90.layout import TileLayout, swizzle_bits
+from cute_kernels.attention.decode_sm90.staging import Staging, copy_queries
 from cute_kernels.formats import NVFP4_GROUP
 
 # Each byte of the cache is read once: L2 should drop it first (createpolicy evict_first).
@@ -211,49 +214,74 @@ class Producer:
         ]
 
     @cute.jit
-    def run(self, ring: Ring, k: TmaOperand, v: TmaOperand, stretch: Stretch):
+    def look_up(self, segment: Segment, tile: Int32):
+        """(page, first token in it) of the lane's box, of the 32 from a tile on."""
+        config, source = self.config, self.source
+        # A box without live tokens (past the end, or before the window) takes the nearest live one
+        # instead: its own entry may hold anything, and its page may be freed.
+        box = tile * self.layout.boxes + cute.arch.lane_idx()
+        token = cutlass.max(box * config.box_tokens, segment.low)
+        token = cutlass.min(token, segment.seq.used - 1)
+        index = dsl.quotient(token, source.page_size)
+        in_page = (token - index * source.page_size) & -config.box_tokens
+        page = Int32(0)
+        if source.paged != 0:
+            page = source.mTable[segment.b, cutlass.min(index, source.table_width - 1)]
+        else:
+            in_page = self.lengths.mCuK[segment.b] + box * config.box_tokens
+        return page, in_page
+
+    @cute.jit
+    def run(
+        self,
+        ring: Ring,
+        k: TmaOperand,
+        v: TmaOperand,
+        stretch: Stretch,
+        mQ: cute.Tensor,
+        staging: Staging,
+    ):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
-        lane = cute.arch.lane_idx()
         operands_a_slot = 2 if const_expr(config.paired) else 1
         sBoxes = self.ring_boxes(ring.base, operands_a_slot * config.stages, config.tile_bytes)
         whole = Int32(0)
         if const_expr(config.block_scaled):
             whole = self.scales_are_whole()
         line = stretch.begin + stretch.skip
+        first_line = line
         end = stretch.begin + stretch.count
         b, item, tile = stretch.b, stretch.item, stretch.tile
         slot = Int32(0)
         phase = Int32(1)
+        items = Int32(0)
+        fresh = Int32(1)
         while line < end:
             segment = segment_at(self.lengths, shape, b, item, tile, end - line, config.rows)
             b = segment.b
-            last_token = segment.seq.used - 1
-            run_start = Int32(0)
-            if source.paged == 0:
-                run_start = self.lengths.mCuK[b]
             if const_expr(config.block_scaled):
                 first = [
                     scales.base + Int64(segment.head) * scales.head
                     for scales in source.block_scales
                 ]
-            page = Int32(0)
-            in_page = Int32(0)
             ahead = Int32(0)
             tile_end = segment.chunk.tile_end
+            page, in_page = self.look_up(segment, segment.chunk.tile_begin)
+            if const_expr(config.stages_queries):
+                # While the table's entries are on their way.
+                if fresh != 0:
+                    copy_queries(config, staging, mQ, shape, segment, (items & 1) ^ 1)
+                    items = items + 1
+            elif const_expr(not config.loader_only):
+                if line == first_line:
+                    # Consumers' loads of the first queries, or they would wait for all tiles.
+                    cute.arch.sync_warp()
+                    cute.arch.barrier(
+                        barrier_id=int(NamedBarrier.ASKED),
+                        number_of_threads=config.consumer_threads + 32,
+                    )
             for t in cutlass.range(segment.chunk.tile_begin, tile_end, config.warpgroups, unroll=1):
-                if (ahead & 31) == 0:
-                    # One table entry a lane, for the next 32 boxes. A box without live tokens
-                    # (past the end, or before the window) takes the nearest live one instead:
-                    # its own entry may hold anything, and its page may be freed.
-                    box = t * layout.boxes + lane
-                    token = cutlass.max(box * config.box_tokens, segment.low)
-                    token = cutlass.min(token, last_token)
-                    index = dsl.quotient(token, source.page_size)
-                    in_page = (token - index * source.page_size) & -config.box_tokens
-                    if source.paged != 0:
-                        page = source.mTable[b, cutlass.min(index, source.table_width - 1)]
-                    else:
-                        in_page = run_start + box * config.box_tokens
+                if ((ahead & 31) == 0) & (ahead > 0):
+                    page, in_page = self.look_up(segment, t)
                 boxes_of_tile = []
                 for _ in cutlass.range_constexpr(config.warpgroups):
                     boxes_of_tile.append(self.boxes_from(page, in_page, ahead))
@@ -299,8 +327,11 @@ class Producer:
                                     slot = Int32(0)
                                     phase = phase ^ 1
             line = line + segment.count
-            b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
-            if tile == 0:
-                line = line + stretch.gap
+            if line < end:
+                b, item, tile = after_segment(segment, shape, tile, stretch.item_step)
+                fresh = Int32(0)
+                if tile == 0:
+                    fresh = Int32(1)
+                    line = line + stretch.gap
         if const_expr(config.block_scaled):
             dsl_nvfp4.wait_for_copies()

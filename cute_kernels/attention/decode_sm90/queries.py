@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels import dsl
-from cute_kernels.attention.common.tile_schedule import Chunk, Sequence, query_token
+from cute_kernels.attention.common.tile_schedule import Chunk, Sequence
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane
+from cute_kernels.attention.decode_sm90.staging import Staging, release_queries, row_address
 
 
 def scale_of_row(max_word: Int32):
@@ -33,19 +34,6 @@ def scale_of_row(max_word: Int32):
 
 
 class QueryLoading(ConsumerLane):
-    def _row_address(self, mQ: cute.Tensor, seq, chunk, head, row_in_item) -> Int64:
-        """Address of the lane's first 16 bytes of a row; rows past the chunk alias its last row.
-
-        Their scores are computed and dropped: nothing is written for them.
-        """
-        row = cutlass.min(chunk.first_row + row_in_item, chunk.rows_end - 1)
-        token = query_token(self.shape, row)
-        query_head = head * self.shape.group + row - token * self.shape.group
-        element = cute.crd2idx(
-            (seq.q_start + token, query_head, self.kv.query_stride * self.j), mQ.layout
-        )
-        return mQ.iterator.toint() + Int64(element) * 2
-
     def fetch_queries(self, mQ: cute.Tensor, seq: Sequence, chunk: Chunk, head: Int32):
         """Issue the loads of the lane's share of Q; ``keep_queries`` waits for them.
 
@@ -62,10 +50,24 @@ class QueryLoading(ConsumerLane):
             units = range(self.config.head_size // 32)
         loaded = []
         for n in range(self.row_blocks):
-            address = self._row_address(mQ, seq, chunk, head, 8 * n + self.g)
+            first = self.kv.query_stride * self.j
+            address = row_address(mQ, self.shape, seq, chunk, head, 8 * n + self.g, first)
             loaded += [
                 dsl.ld_global_nc_b32x4(address + self.kv.query_offset(unit)) for unit in units
             ]
+        return loaded
+
+    @cute.jit
+    def staged_queries(self, staging: Staging, phase: Int32):
+        """What ``fetch_queries`` loads, from where the producer brought it."""
+        cute.arch.mbarrier_wait(staging.full, phase)
+        at = staging.base + self.g * self.config.staged_row_bytes
+        at = at + 2 * self.kv.query_stride * self.j
+        loaded = [
+            dsl.ld_shared_b32x4(at + self.kv.query_offset(unit))
+            for unit in range(self.config.head_size // 32)
+        ]
+        release_queries(staging, self.lane)
         return loaded
 
     @cute.jit
