@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels import dsl
 from cute_kernels.attention.common.output import Partial, fold_of
@@ -14,14 +14,14 @@ from cute_kernels.attention.decode_sm90.config import MAX_SPLITS
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane
 from cute_kernels.attention.decode_sm90.parts import Parts, slot_in_turn
 
-# Threads that read one part's row side by side, at least: 4 times 16 bytes are two sectors.
-MIN_SHIFT = 2
-MIN_WIDTH = 1 << MIN_SHIFT
+# Parts whose loads a thread has in flight for one block.
+PARTS_A_BLOCK = 4
 _WARP = 32
 
 
 class Share(NamedTuple):
-    """What a CTA combines of an item: blocks [begin, end), ``width`` of them at a time.
+    """What a CTA, or where items have no splits a warp, combines of an item: blocks [begin, end),
+    ``width`` of them at a time.
 
     Threads side by side (``column``) take neighbouring blocks; ``groups`` groups of them, this
     thread's being ``group``, share the parts.
@@ -41,96 +41,133 @@ def no_parts():
     return Float32(dsl.NEG_INF), Float32(0.0), *(Float32(-0.0) for _ in range(4))
 
 
-@cute.jit
-def merged(a, b):
-    """Two (maximum, sum, four elements) of disjoint parts as one."""
-    top = dsl.fmax(a[0], b[0])
-    reference = top
-    if top == dsl.NEG_INF:
-        reference = Float32(0.0)
-    weight_a = dsl.exp2(a[0] - reference)
-    weight_b = dsl.exp2(b[0] - reference)
-    return (top, *(a[i] * weight_a + b[i] * weight_b for i in range(1, 6)))
-
-
 class Combining(ConsumerLane):
     @cute.jit
-    def _combine_parts(
-        self,
-        partial: Partial,
-        parts: Parts,
-        row: Int32,
-        element: Int32,
-        group: Int32,
-        groups: Int32,
+    def _load_parts(
+        self, partial: Partial, parts: Parts, first: Int32, groups: Int32, block: Int32, end: Int32
     ):
-        """(reference, sum, four elements) over parts group, group + groups, ..., summed a batch at
-        a time, which is 1 us less where there are many (H200, B1 S32768 64/8 D128)."""
-        rows, head_size = self.config.rows, self.config.head_size
-        in_flight = self.config.parts_in_flight
-        base_o = partial.mO.iterator.toint() + (row * head_size + element) * 4
-        base_state = partial.mState.iterator.toint() + row * 8
-        top, total, o0, o1, o2, o3 = no_parts()
-        for first in cutlass.range(group, parts.count, groups * in_flight, unroll=1):
-            states = []
-            values = []
-            for i in cutlass.range_constexpr(in_flight):
-                slot = slot_in_turn(parts, first, i, groups)
-                states.append(dsl.ld_global_cg_f32x2(base_state + slot * (rows * 8)))
-                values.append(dsl.ld_global_cg_f32x4(base_o + slot * (rows * head_size * 4)))
-            new_top = top
-            tops = []
-            for i in cutlass.range_constexpr(in_flight):
-                part_top = Float32(dsl.NEG_INF)
-                if first + i * groups < parts.count:
-                    part_top = states[i][0]
-                tops.append(part_top)
-                new_top = dsl.fmax(new_top, part_top)
-            reference = cutlass.select_(new_top == dsl.NEG_INF, Float32(0.0), new_top)
-            keep = dsl.exp2(top - reference)
-            total = total * keep
-            o0 = o0 * keep
-            o1 = o1 * keep
-            o2 = o2 * keep
-            o3 = o3 * keep
-            for i in cutlass.range_constexpr(in_flight):
-                weight = dsl.exp2(tops[i] - reference)
-                total = total + weight * states[i][1]
-                o0 = o0 + weight * values[i][0]
-                o1 = o1 + weight * values[i][1]
-                o2 = o2 + weight * values[i][2]
-                o3 = o3 + weight * values[i][3]
-            top = new_top
-        return top, total, o0, o1, o2, o3
+        """(states, values) of parts first, first + groups, ... of a block; -inf and zeros where
+        there is no such part, or no such block before ``end``."""
+        part_bytes = self.config.rows * self.config.head_size * 4
+        row = block >> (self.blocks_of_row.bit_length() - 1)
+        at_o = partial.mO.iterator.toint() + block * 16
+        at_state = partial.mState.iterator.toint() + row * 8
+        count = cutlass.select_(block < end, parts.count, Int32(0))
+        states = []
+        values = []
+        for i in cutlass.range_constexpr(self.parts_a_block):
+            part = first + i * groups
+            slot = parts.base + 2 * part
+            if const_expr(i == 0):
+                slot = slot + cutlass.Int32(part == 0)
+            slot = Int64(slot)
+            states.append(
+                dsl.ld_global_cg_state_below(
+                    at_state + slot * (self.config.rows * 8), part, count
+                )
+            )
+            values.append(dsl.ld_global_cg_f32x4_below(at_o + slot * part_bytes, part, count))
+        return states, values
+
+    @property
+    def parts_a_block(self) -> int:
+        return min(PARTS_A_BLOCK, self.config.parts_in_flight)
+
+    @property
+    def blocks_a_trip(self) -> int:
+        """Blocks of one thread whose parts are in flight together, if these are few."""
+        return self.config.parts_in_flight // self.parts_a_block
+
+    @property
+    def blocks_of_row(self) -> int:
+        return self.config.head_size // 4
 
     @cute.jit
-    def _merge_groups(self, state, width: Int32, groups: Int32):
-        """Group 0 gathers what the other groups of threads found for its blocks.
+    def _add_parts(self, state, states, values):
+        """(reference, sum, four elements) with loaded parts."""
+        top, total, o0, o1, o2, o3 = state
+        new_top = top
+        for i in cutlass.range_constexpr(self.parts_a_block):
+            new_top = dsl.fmax(new_top, states[i][0])
+        reference = cutlass.select_(new_top == dsl.NEG_INF, Float32(0.0), new_top)
+        keep = dsl.exp2(top - reference)
+        total = total * keep
+        o0 = o0 * keep
+        o1 = o1 * keep
+        o2 = o2 * keep
+        o3 = o3 * keep
+        for i in cutlass.range_constexpr(self.parts_a_block):
+            weight = dsl.exp2(states[i][0] - reference)
+            total = total + weight * states[i][1]
+            o0 = o0 + weight * values[i][0]
+            o1 = o1 + weight * values[i][1]
+            o2 = o2 + weight * values[i][2]
+            o3 = o3 + weight * values[i][3]
+        return new_top, total, o0, o1, o2, o3
 
-        Groups of one warp merge by shuffles, warps through the ring's memory: every tile has been
-        read, and no TMA load is outstanding.
+    @cute.jit
+    def _combine_parts(
+        self, partial: Partial, parts: Parts, share: Share, block: Int32, spread: Int32
+    ):
+        """A state (reference, sum, four elements) for each of ``blocks_a_trip``: with ``spread`` of
+        the blocks a warp's width apart, each the sum over all parts, else all of it in the first.
+
+        In a warp alone: lanes of a group take neighbouring blocks, groups take turns at the parts.
         """
-        for step in cutlass.range_constexpr(3):
-            distance = MIN_WIDTH << step
-            if width <= distance:
-                state = merged(state, [dsl.shuffle_xor_f32(x, Int32(distance)) for x in state])
-        if groups > 1:
-            at = self.ring.base.toint() + self.tid * 16
-            sums = self.ring.base.toint() + self.config.consumer_threads * 16 + self.tid * 8
-            dsl.st_shared_f32x4(at, *state[2:])
-            dsl.st_shared_f32x2(sums, state[0], state[1])
-            self.barrier()
-            # from here on a group is the warps that hold the same blocks
-            stride = cutlass.max(width, Int32(_WARP))
-            for other in cutlass.range(stride, self.config.consumer_threads, stride, unroll=1):
-                if self.tid < stride:
-                    theirs = (
-                        *dsl.ld_shared_f32x2(sums + other * 8),
-                        *dsl.ld_shared_f32x4(at + other * 16),
+        many = self.blocks_a_trip
+        next_block = cutlass.select_(spread != 0, Int32(_WARP), Int32(0))
+        next_part = cutlass.select_(spread != 0, Int32(0), share.groups * self.parts_a_block)
+        sums = [no_parts() for _ in range(many)]
+        step = share.groups * (self.parts_a_block * many)
+        for first in cutlass.range(share.group, parts.count, step, unroll=1):
+            loaded = []
+            for h in cutlass.range_constexpr(many):
+                loaded.append(
+                    self._load_parts(
+                        partial,
+                        parts,
+                        first + h * next_part,
+                        share.groups,
+                        block + h * next_block,
+                        share.end,
                     )
-                    state = merged(state, theirs)
-            self.barrier()
-        return state
+                )
+            for h in cutlass.range_constexpr(many):
+                sums[h] = self._add_parts(sums[h], *loaded[h])
+        if spread == 0:
+            sums[0] = self._merge_lanes(sums, share.width)
+        return sums
+
+    @cute.jit
+    def _merge_lanes(self, sums, width: Int32):
+        """One state of those of a thread, and of the lanes with the same blocks: the reference
+        first, so that each is scaled once."""
+        top = sums[0][0]
+        for h in cutlass.range_constexpr(1, len(sums)):
+            top = dsl.fmax(top, sums[h][0])
+        distance = width
+        while distance < _WARP:
+            top = dsl.fmax(top, dsl.shuffle_xor_f32(top, distance))
+            distance = distance << 1
+        reference = cutlass.select_(top == dsl.NEG_INF, Float32(0.0), top)
+        weight = dsl.exp2(sums[0][0] - reference)
+        total, o0, o1, o2, o3 = [x * weight for x in sums[0][1:]]
+        for h in cutlass.range_constexpr(1, len(sums)):
+            weight = dsl.exp2(sums[h][0] - reference)
+            total = total + weight * sums[h][1]
+            o0 = o0 + weight * sums[h][2]
+            o1 = o1 + weight * sums[h][3]
+            o2 = o2 + weight * sums[h][4]
+            o3 = o3 + weight * sums[h][5]
+        distance = width
+        while distance < _WARP:
+            total = total + dsl.shuffle_xor_f32(total, distance)
+            o0 = o0 + dsl.shuffle_xor_f32(o0, distance)
+            o1 = o1 + dsl.shuffle_xor_f32(o1, distance)
+            o2 = o2 + dsl.shuffle_xor_f32(o2, distance)
+            o3 = o3 + dsl.shuffle_xor_f32(o3, distance)
+            distance = distance << 1
+        return top, total, o0, o1, o2, o3
 
     @cute.jit
     def _fold_parts(

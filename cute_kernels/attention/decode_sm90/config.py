@@ -188,6 +188,8 @@ class DecodeConfig:
     @property
     def parts_in_flight(self) -> int:
         """Parts of an item whose loads a thread has in flight: as its registers allow."""
+        if self.warpgroups > 1:
+            return 16
         if self.ctas_per_sm >= 4:
             return 4 if self.box_tokens > 16 else 1
         return 8

@@ -103,22 +103,28 @@ class Epilogue(ConsumerLane):
         chunk: Chunk,
         slot: Int32,
     ):
-        """One part of an item: sums of p * v, descaled, and the softmax state."""
+        """One part of an item: sums of p * v, descaled, and the softmax state.
+
+        Of a row block with any row of the chunk all rows are written: one address, and all stores
+        at a constant distance from it (code that runs once is slow, so there is little of it).
+        """
+        row_bytes = 4 * self.config.head_size
+        address, state_address = self._part_address(partial, slot, 2 * self.j)
         for n in cutlass.range_constexpr(self.row_blocks):
-            for r in cutlass.range_constexpr(2):
-                row = 8 * n + 2 * self.j + r
-                if chunk.first_row + row < chunk.rows_end:
-                    address, state_address = self._part_address(partial, slot, row)
+            if (n == 0) | (chunk.first_row + 8 * n < chunk.rows_end):
+                for r in cutlass.range_constexpr(2):
                     for u in cutlass.range_constexpr(self.units):
                         at = (u * self.row_blocks + n) * 4 + r
                         dsl.st_global_f32x2(
-                            address + 4 * self.kv.block_element(u),
+                            address + ((8 * n + r) * row_bytes + 4 * self.kv.block_element(u)),
                             acc[at] * v_scale,
                             acc[at + 2] * v_scale,
                         )
                     if self.tid < 4:
                         i = 2 * n + r
-                        dsl.st_global_f32x2(state_address, state.rMax[i], state.rSum[i])
+                        dsl.st_global_f32x2(
+                            state_address + 8 * (8 * n + r), state.rMax[i], state.rSum[i]
+                        )
 
     @cute.jit
     def keep_fold(self, acc: cute.Tensor, state: Softmax, v_scale: Float32):
