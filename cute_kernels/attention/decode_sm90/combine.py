@@ -14,14 +14,16 @@ from cute_kernels.attention.decode_sm90.config import MAX_SPLITS
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane
 from cute_kernels.attention.decode_sm90.parts import Parts, slot_in_turn
 
+# Threads that read one part's row side by side, at least: 4 times 16 bytes are two sectors. (Two
+# threads, so that no warp needs another's sums, take 1.3 us longer: H200, B1 S32768 8/1 D512.)
+MIN_SHIFT = 2
 # Parts whose loads a thread has in flight for one block.
 PARTS_A_BLOCK = 4
 _WARP = 32
 
 
 class Share(NamedTuple):
-    """What a CTA, or where items have no splits a warp, combines of an item: blocks [begin, end),
-    ``width`` of them at a time.
+    """What a CTA combines of an item: blocks [begin, end), ``width`` of them at a time.
 
     Threads side by side (``column``) take neighbouring blocks; ``groups`` groups of them, this
     thread's being ``group``, share the parts.
@@ -110,12 +112,9 @@ class Combining(ConsumerLane):
         self, partial: Partial, parts: Parts, share: Share, block: Int32, spread: Int32
     ):
         """A state (reference, sum, four elements) for each of ``blocks_a_trip``: with ``spread`` of
-        the blocks a warp's width apart, each the sum over all parts, else all of it in the first.
-
-        In a warp alone: lanes of a group take neighbouring blocks, groups take turns at the parts.
-        """
+        blocks as far apart as a CTA has threads, else all of it in the first, of group 0."""
         many = self.blocks_a_trip
-        next_block = cutlass.select_(spread != 0, Int32(_WARP), Int32(0))
+        next_block = cutlass.select_(spread != 0, share.width, Int32(0))
         next_part = cutlass.select_(spread != 0, Int32(0), share.groups * self.parts_a_block)
         sums = [no_parts() for _ in range(many)]
         step = share.groups * (self.parts_a_block * many)
@@ -135,12 +134,12 @@ class Combining(ConsumerLane):
             for h in cutlass.range_constexpr(many):
                 sums[h] = self._add_parts(sums[h], *loaded[h])
         if spread == 0:
-            sums[0] = self._merge_lanes(sums, share.width)
+            sums[0] = self._merge_warps(self._merge_lanes(sums, share.width), share)
         return sums
 
     @cute.jit
     def _merge_lanes(self, sums, width: Int32):
-        """One state of those of a thread, and of the lanes with the same blocks: the reference
+        """One state of those of a thread, and of the lanes with the same block: the reference
         first, so that each is scaled once."""
         top = sums[0][0]
         for h in cutlass.range_constexpr(1, len(sums)):
@@ -167,6 +166,44 @@ class Combining(ConsumerLane):
             o2 = o2 + dsl.shuffle_xor_f32(o2, distance)
             o3 = o3 + dsl.shuffle_xor_f32(o3, distance)
             distance = distance << 1
+        return top, total, o0, o1, o2, o3
+
+    @cute.jit
+    def _merge_warps(self, state, share: Share):
+        """Group 0 gathers what other warps found for its blocks: through the ring's memory, since
+        every tile has been read, and no TMA load is outstanding."""
+        top, total, o0, o1, o2, o3 = state
+        threads = self.config.consumer_threads
+        if share.width < threads:
+            at = self.ring.base.toint() + self.tid * 16
+            sums = self.ring.base.toint() + threads * 16 + self.tid * 8
+            dsl.st_shared_f32x4(at, o0, o1, o2, o3)
+            dsl.st_shared_f32x2(sums, top, total)
+            self.barrier()
+            if share.group == 0:
+                # How many warps have different blocks.
+                apart = cutlass.max(share.width >> 5, Int32(1))
+                reference = top
+                others = []
+                for w in cutlass.range_constexpr(1, self.config.consumer_warps):
+                    other_top, other = dsl.ld_shared_f32x2(sums + w * (_WARP * 8))
+                    if (w & (apart - 1)) != 0:
+                        other_top = Float32(dsl.NEG_INF)
+                    reference = dsl.fmax(reference, other_top)
+                    others.append((other_top, other, dsl.ld_shared_f32x4(at + w * (_WARP * 16))))
+                top_of_all = reference
+                reference = cutlass.select_(reference == dsl.NEG_INF, Float32(0.0), reference)
+                weight = dsl.exp2(top - reference)
+                top = top_of_all
+                total, o0, o1, o2, o3 = [x * weight for x in (total, o0, o1, o2, o3)]
+                for w in cutlass.range_constexpr(len(others)):
+                    other_top, other, values = others[w]
+                    weight = dsl.exp2(other_top - reference)
+                    total = total + weight * other
+                    o0 = o0 + weight * values[0]
+                    o1 = o1 + weight * values[1]
+                    o2 = o2 + weight * values[2]
+                    o3 = o3 + weight * values[3]
         return top, total, o0, o1, o2, o3
 
     @cute.jit

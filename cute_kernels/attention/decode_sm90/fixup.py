@@ -42,7 +42,7 @@ from cute_kernels.attention.common.tile_schedule import (
     sequence,
     split_tiles,
 )
-from cute_kernels.attention.decode_sm90.combine import Combining, Share
+from cute_kernels.attention.decode_sm90.combine import MIN_SHIFT, Combining, Share
 from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, Plan
 from cute_kernels.attention.decode_sm90.parts import Parts, parts_of
 
@@ -52,8 +52,7 @@ class SharedItem(NamedTuple):
 
     count: its parts, 0 where there is no such item; begun, base: slots, see ``Parts``. head,
     q_start, first_row: of its rows. begin, end: the blocks of four elements that this CTA
-    combines. shift: log2 of how many threads side by side do: in each warp two at least, for
-    parts are read in sectors of 32 bytes.
+    combines. shift: log2 of how many threads side by side do.
 
     Kept in shared memory (SHARED_ITEM_WORDS words) from when the CTA comes to the item: what it
     takes to know all this would be waited for after the last tile.
@@ -132,7 +131,7 @@ class Fixup(Combining):
             share = dsl.quotient(blocks + pieces - 1, pieces)
             begin = own * share
             end = cutlass.min(begin + mine * share, blocks)
-            shift = Int32(self.config.consumer_warps.bit_length())
+            shift = Int32(MIN_SHIFT)
             while (1 << shift < self.config.consumer_threads) & (1 << shift < end - begin):
                 shift = shift + 1
             if self.lane == 0:
@@ -170,10 +169,23 @@ class Fixup(Combining):
             dsl.ld_shared_b32(entry + 32),
         )
         if shared.count > 0:
+            width = 1 << shared.shift
+            share = Share(
+                shared.begin,
+                shared.end,
+                width,
+                Int32(self.config.consumer_threads) >> shared.shift,
+                self.tid >> shared.shift,
+                self.tid & (width - 1),
+            )
+            # Known before the parts are there.
+            block = self._block(share, share.begin)
+            target = self._target(output, shared, block)
+            self._wait(partial, entry, shared.count)
             if self.shape.splits == 0:
-                self._combine(output, partial, entry, shared)
+                self._combine(output, partial, shared, share, block, target)
             else:
-                self._fold(output, partial, entry, shared)
+                self._fold(output, partial, shared, share, block, target)
 
     @cute.jit
     def _wait(self, partial: Partial, entry: Int32, count: Int32):
@@ -190,32 +202,29 @@ class Fixup(Combining):
         self.barrier()
 
     @cute.jit
-    def _combine(self, output: Output, partial: Partial, entry: Int32, shared: SharedItem):
-        """Without splits: each warp for itself. Where an item has few parts but many blocks, a
-        thread takes several of these in one trip to L2."""
-        many = self.blocks_a_trip
-        shift = shared.shift - (self.config.consumer_warps.bit_length() - 1)
-        width = Int32(1) << shift
+    def _combine(
+        self,
+        output: Output,
+        partial: Partial,
+        shared: SharedItem,
+        share: Share,
+        block: Block,
+        target: Target,
+    ):
+        """Without splits. Where an item has few parts but many blocks, a thread takes several of
+        these in one trip to L2."""
+        many, threads = self.blocks_a_trip, self.config.consumer_threads
         spread = Int32(0)
-        if (many > 1) & (width == 32) & (shared.count <= self.parts_a_block):
-            spread = Int32(1)
-        span = cutlass.select_(spread != 0, Int32(32 * many), width)
-        share = Share(
-            shared.begin + self.warp * span,
-            shared.end,
-            width,
-            Int32(32) >> shift,
-            self.lane >> shift,
-            self.lane & (width - 1),
-        )
-        block = self._block(share, share.begin)
-        target = self._target(output, shared, block)
-        self._wait(partial, entry, shared.count)
+        step = share.width
+        if const_expr(many > 1):
+            if (share.width == threads) & (shared.count <= self.parts_a_block):
+                spread = Int32(1)
+                step = Int32(threads * many)
         parts = Parts(shared.count, shared.begun, shared.base, Int32(2))
-        for base in cutlass.range(
-            share.begin, share.end, self.config.consumer_warps * span, unroll=1
-        ):
+        for base in cutlass.range(share.begin, share.end, step, unroll=1):
             if base > share.begin:
+                # What others wrote to the ring's memory has been read.
+                self.barrier()
                 block = self._block(share, base)
                 target = self._target(output, shared, block)
             sums = self._combine_parts(partial, parts, share, base + share.column, spread)
@@ -224,27 +233,22 @@ class Fixup(Combining):
             if const_expr(many > 1):
                 if spread != 0:
                     for h in cutlass.range_constexpr(1, many):
-                        block = self._block(share, base + 32 * h)
+                        block = self._block(share, base + threads * h)
                         target = self._target(output, shared, block)
                         if block.live != 0:
                             self._write_block(output, target, block.element, sums[h])
 
     @cute.jit
-    def _fold(self, output: Output, partial: Partial, entry: Int32, shared: SharedItem):
-        """With splits: all warps together."""
-        width = 1 << shared.shift
-        share = Share(
-            shared.begin,
-            shared.end,
-            width,
-            Int32(self.config.consumer_threads) >> shared.shift,
-            self.tid >> shared.shift,
-            self.tid & (width - 1),
-        )
-        # Known before the parts are there.
-        block = self._block(share, share.begin)
-        target = self._target(output, shared, block)
-        self._wait(partial, entry, shared.count)
+    def _fold(
+        self,
+        output: Output,
+        partial: Partial,
+        shared: SharedItem,
+        share: Share,
+        block: Block,
+        target: Target,
+    ):
+        """With splits."""
         parts = Parts(shared.count, shared.begun, shared.base, Int32(1))
         for base in cutlass.range(share.begin, share.end, share.width, unroll=1):
             if base > share.begin:
