@@ -181,16 +181,17 @@ class Combining(ConsumerLane):
             dsl.st_shared_f32x2(sums, top, total)
             self.barrier()
             if share.group == 0:
-                # How many warps have different blocks.
+                # A warp has the same blocks as every ``apart``-th behind it.
                 apart = cutlass.max(share.width >> 5, Int32(1))
                 reference = top
                 others = []
                 for w in cutlass.range_constexpr(1, self.config.consumer_warps):
-                    other_top, other = dsl.ld_shared_f32x2(sums + w * (_WARP * 8))
-                    if (w & (apart - 1)) != 0:
-                        other_top = Float32(dsl.NEG_INF)
+                    other_top, other, *values = no_parts()
+                    if (w & (apart - 1)) == 0:
+                        other_top, other = dsl.ld_shared_f32x2(sums + w * (_WARP * 8))
+                        values = dsl.ld_shared_f32x4(at + w * (_WARP * 16))
                     reference = dsl.fmax(reference, other_top)
-                    others.append((other_top, other, dsl.ld_shared_f32x4(at + w * (_WARP * 16))))
+                    others.append((other_top, other, values))
                 top_of_all = reference
                 reference = cutlass.select_(reference == dsl.NEG_INF, Float32(0.0), reference)
                 weight = dsl.exp2(top - reference)
