@@ -17,10 +17,11 @@ from tests.requires import requires_module
 hypothesis = requires_module("hypothesis")
 st = requires_module("hypothesis.strategies")
 
+line = device_functions("cute_kernels/attention/common/line.py")
 common = device_functions("cute_kernels/attention/common/tile_schedule.py", TILE_TOKENS=TILE_TOKENS)
 copier = device_functions(
     "cute_kernels/attention/widen_sm90/copier.py",
-    inclusive_scan=common.inclusive_scan,
+    inclusive_scan=line.inclusive_scan,
     BLOCK_TOKENS=BLOCK_TOKENS,
     UNIT_TOKENS=UNIT_TOKENS,
 )

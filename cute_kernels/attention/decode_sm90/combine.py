@@ -64,9 +64,7 @@ class Combining(ConsumerLane):
                 slot = slot + cutlass.Int32(part == 0)
             slot = Int64(slot)
             states.append(
-                dsl.ld_global_cg_state_below(
-                    at_state + slot * (self.config.rows * 8), part, count
-                )
+                dsl.ld_global_cg_state_below(at_state + slot * (self.config.rows * 8), part, count)
             )
             values.append(dsl.ld_global_cg_f32x4_below(at_o + slot * part_bytes, part, count))
         return states, values

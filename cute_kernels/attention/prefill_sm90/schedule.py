@@ -19,7 +19,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels import dsl
-from cute_kernels.attention.common.tile_schedule import Lengths, inclusive_scan, query_token
+from cute_kernels.attention.common.line import inclusive_scan
+from cute_kernels.attention.common.tile_schedule import Lengths, query_token
 from cute_kernels.attention.prefill_sm90.config import HALF_TOKENS, TILE_TOKENS
 
 

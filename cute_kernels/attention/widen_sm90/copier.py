@@ -29,7 +29,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels import dsl, dsl_store
-from cute_kernels.attention.common.tile_schedule import Lengths, inclusive_scan
+from cute_kernels.attention.common.line import inclusive_scan
+from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource
 from cute_kernels.attention.widen_sm90.config import (
     BLOCK_TOKENS,
