@@ -184,12 +184,13 @@ class Combining(ConsumerLane):
                 reference = top
                 others = []
                 for w in cutlass.range_constexpr(1, self.config.consumer_warps):
-                    other_top, other, *values = no_parts()
+                    # No list: an assignment to one under a dynamic condition would be lost.
+                    other_top, other, x0, x1, x2, x3 = no_parts()
                     if (w & (apart - 1)) == 0:
                         other_top, other = dsl.ld_shared_f32x2(sums + w * (_WARP * 8))
-                        values = dsl.ld_shared_f32x4(at + w * (_WARP * 16))
+                        x0, x1, x2, x3 = dsl.ld_shared_f32x4(at + w * (_WARP * 16))
                     reference = dsl.fmax(reference, other_top)
-                    others.append((other_top, other, values))
+                    others.append((other_top, other, (x0, x1, x2, x3)))
                 top_of_all = reference
                 reference = cutlass.select_(reference == dsl.NEG_INF, Float32(0.0), reference)
                 weight = dsl.exp2(top - reference)
