@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels import dsl
+from cute_kernels import dsl, dsl_together
 from cute_kernels.attention.common.output import Partial, fold_of
 from cute_kernels.attention.decode_sm90.config import MAX_SPLITS
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane
@@ -64,9 +64,13 @@ class Combining(ConsumerLane):
                 slot = slot + cutlass.Int32(part == 0)
             slot = Int64(slot)
             states.append(
-                dsl.ld_global_cg_state_below(at_state + slot * (self.config.rows * 8), part, count)
+                dsl_together.ld_global_cg_state_below(
+                    at_state + slot * (self.config.rows * 8), part, count
+                )
             )
-            values.append(dsl.ld_global_cg_f32x4_below(at_o + slot * part_bytes, part, count))
+            values.append(
+                dsl_together.ld_global_cg_f32x4_below(at_o + slot * part_bytes, part, count)
+            )
         return states, values
 
     @property
@@ -235,7 +239,9 @@ class Combining(ConsumerLane):
             values = []
             for i in cutlass.range_constexpr(in_flight):
                 slot = slot_in_turn(parts, first + share.group, i, share.groups)
-                values.append(dsl.ld_global_cg_f32x4(base_o + slot * (rows * head_size * 4)))
+                values.append(
+                    dsl_together.ld_global_cg_f32x4(base_o + slot * (rows * head_size * 4))
+                )
             if first == 0:
                 for each in cutlass.range(
                     first_row + self.warp, last_row + 1, self.config.consumer_warps, unroll=1
@@ -272,7 +278,7 @@ class Combining(ConsumerLane):
         loaded = []
         for i in cutlass.range_constexpr(MAX_SPLITS // _WARP):
             slot = slot_in_turn(parts, self.lane, i, Int32(_WARP))
-            loaded.append(dsl.ld_global_cg_f32x2(state_at + slot * (self.config.rows * 8)))
+            loaded.append(dsl_together.ld_global_cg_f32x2(state_at + slot * (self.config.rows * 8)))
         before = Float32(dsl.NEG_INF)
         for i in cutlass.range_constexpr(MAX_SPLITS // _WARP):
             part_top, part_total = loaded[i]

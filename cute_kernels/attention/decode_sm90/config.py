@@ -118,6 +118,13 @@ class DecodeConfig:
         return self.kv_format == "fp8_e4m3" and self.rows == 8
 
     @property
+    def asks_first(self) -> bool:
+        """Whether the producer waits until consumers, who then load them themselves, have asked for
+        the first queries: where registers allow to remember it."""
+        narrow = self.ctas_per_sm >= 4 and self.box_tokens == 16
+        return not (self.loader_only or self.stages_queries or narrow)
+
+    @property
     def staged_row_bytes(self) -> int:
         """A row, and what puts the next one into other banks for the same element."""
         return 2 * self.head_size + 16

@@ -240,11 +240,12 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                     if const_expr(not config.stages_queries):
                         # Before anything that waits: soon the tiles' loads fill all queues to DRAM.
                         queries = self.fetch_queries(mQ, seq, chunk, head)
-                        if at == first:
-                            cute.arch.barrier_arrive(
-                                barrier_id=int(NamedBarrier.ASKED),
-                                number_of_threads=config.consumer_threads + 32,
-                            )
+                        if const_expr(config.asks_first):
+                            if at == first:
+                                cute.arch.barrier_arrive(
+                                    barrier_id=int(NamedBarrier.ASKED),
+                                    number_of_threads=config.consumer_threads + 32,
+                                )
                     k_scale, _ = descales_of(scales, b, head)
                     base_scale = scales.softmax_scale * k_scale * (dsl.LOG2_E * self.kv.magnitude)
                     self.publish_visible(seq, chunk)

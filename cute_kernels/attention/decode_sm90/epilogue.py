@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels import dsl
+from cute_kernels import dsl, dsl_together
 from cute_kernels.attention.common.output import (
     Output,
     Partial,
@@ -175,10 +175,10 @@ class Epilogue(ConsumerLane):
                     row = cutlass.min(8 * n + 2 * self.j + r, last)
                     address, state_address = self._part_address(partial, slot, row)
                     elements = [
-                        dsl.ld_global_cg_f32x2(address + 4 * self.kv.block_element(u))
+                        dsl_together.ld_global_cg_f32x2(address + 4 * self.kv.block_element(u))
                         for u in range(self.units)
                     ]
-                    stored.append((dsl.ld_global_cg_f32x2(state_address), elements))
+                    stored.append((dsl_together.ld_global_cg_f32x2(state_address), elements))
                 for r in cutlass.range_constexpr(2):
                     self._fold_row(acc, state, v_scale, n, r, *stored[r])
         # All warps have read the states before one of them writes the new ones.

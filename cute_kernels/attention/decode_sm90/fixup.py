@@ -24,7 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels import dsl
+from cute_kernels import dsl, dsl_together
 from cute_kernels.attention.common.line import cta_of_tile, splits_of_first_cta
 from cute_kernels.attention.common.output import (
     Output,
@@ -157,7 +157,7 @@ class Fixup(Combining):
         if self.tid == 0:
             first, parts = dsl.ld_shared_b32x2(self._entry(cutlass.Int32(started == 0)) + 40)
             # Releases what the barrier ordered before it: the parts written by all threads.
-            dsl.red_add_release_gpu((partial.mCounter.iterator + first).toint(), parts)
+            dsl_together.red_add_release_gpu((partial.mCounter.iterator + first).toint(), parts)
 
     @cute.jit
     def finish(self, output: Output, partial: Partial, which: Int32):
@@ -192,13 +192,13 @@ class Fixup(Combining):
         if self.tid == 0:
             first, parts = dsl.ld_shared_b32x2(entry + 40)
             counter = (partial.mCounter.iterator + first).toint()
-            while dsl.ld_acquire_gpu_b32(counter) < count:
+            while dsl_together.ld_acquire_gpu_b32(counter) < count:
                 pass
             # This CTA will not look at the counter again, and whoever is the last to leave it finds
             # it 0 for the next launch. An addition whose answer says who is last would take a trip
             # to L2 before the work.
             for _ in cutlass.range(parts, unroll=1):
-                dsl.red_inc_gpu(counter, 2 * count - 1)
+                dsl_together.red_inc_gpu(counter, 2 * count - 1)
         self.barrier()
 
     @cute.jit

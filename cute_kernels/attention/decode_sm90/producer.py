@@ -271,7 +271,7 @@ class Producer:
                 if fresh != 0:
                     copy_queries(config, staging, mQ, shape, segment, (items & 1) ^ 1)
                     items = items + 1
-            elif const_expr(not config.loader_only):
+            elif const_expr(config.asks_first):
                 if line == first_line:
                     # Consumers' loads of the first queries, or they would wait for all tiles.
                     cute.arch.sync_warp()

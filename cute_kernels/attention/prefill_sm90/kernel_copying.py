@@ -8,7 +8,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
 
-from cute_kernels import dsl
+from cute_kernels import dsl_together
 from cute_kernels.attention.common import launch
 from cute_kernels.attention.common.launch import ScaledStrides, Sizes, Strides
 from cute_kernels.attention.common.tile_schedule import Lengths
@@ -83,7 +83,7 @@ class CopyReader(PrefillProducer):
             block = item.start // BLOCK_TOKENS + (t * boxes - first) + cute.arch.lane_idx()
             units = Int32(all_units)
             if block * BLOCK_TOKENS < item.used:
-                units = dsl.ld_acquire_gpu_b32(self.counters + 4 * block)
+                units = dsl_together.ld_acquire_gpu_b32(self.counters + 4 * block)
             written = Int32(cute.arch.vote_ballot_sync(units == all_units))
             cute.arch.fence_proxy("async.global")
             cute.arch.sync_warp()

@@ -28,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_kernels import dsl, dsl_store
+from cute_kernels import dsl, dsl_store, dsl_together
 from cute_kernels.attention.common.line import inclusive_scan
 from cute_kernels.attention.common.tile_schedule import Lengths
 from cute_kernels.attention.decode_sm90.producer import PagedSource
@@ -249,7 +249,7 @@ class Copier:
         cute.arch.sync_warp()
         if lane == 0:
             counter = counter_of(target, kv_heads, sequence.copy, head, block)
-            dsl.red_add_release_gpu(counter, Int32(1))
+            dsl_together.red_add_release_gpu(counter, Int32(1))
 
     @cute.jit
     def _rows(self, of_v: Int32, page: Int32, in_page: Int32, head: Int32) -> tuple[Int64, ...]:
