@@ -184,6 +184,14 @@ def st_global_f32x2(address: Int64, x: Float32, y: Float32, *, loc=None, ip=None
     _asm([], [address, x, y], ptx, "l,f,f,~{memory}", True, loc, ip)
 
 
+@dsl_user_op
+def bits_of(x: Int32, *, loc=None, ip=None):
+    """How many bits a number that is not negative has; 0 for 0."""
+    return _asm(
+        [Int32], [x], "{ .reg .b32 z; clz.b32 z, $1; sub.s32 $0, 32, z; }", "=r,r", False, loc, ip
+    )
+
+
 # ---- conversions ---------------------------------------------------------------------------
 
 

@@ -14,9 +14,6 @@ from cute_kernels.attention.decode_sm90.config import MAX_SPLITS
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane
 from cute_kernels.attention.decode_sm90.parts import Parts, slot_in_turn
 
-# Threads that read one part's row side by side, at least: 4 times 16 bytes are two sectors. (Two
-# threads, so that no warp needs another's sums, take 1.3 us longer: H200, B1 S32768 8/1 D512.)
-MIN_SHIFT = 2
 # Parts whose loads a thread has in flight for one block.
 PARTS_A_BLOCK = 4
 _WARP = 32

@@ -121,8 +121,12 @@ class DecodeConfig:
     def asks_first(self) -> bool:
         """Whether the producer waits until consumers, who then load them themselves, have asked for
         the first queries: where registers allow to remember it."""
-        narrow = self.ctas_per_sm >= 4 and self.box_tokens == 16
-        return not (self.loader_only or self.stages_queries or narrow)
+        return not (self.loader_only or self.stages_queries or self.narrow)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether consumers' registers are so short that the producer looks after shared items."""
+        return self.ctas_per_sm >= 4 and self.box_tokens == 16 and not self.loader_only
 
     @property
     def staged_row_bytes(self) -> int:
@@ -198,7 +202,7 @@ class DecodeConfig:
         if self.warpgroups > 1:
             return 16
         if self.ctas_per_sm >= 4:
-            return 4 if self.box_tokens > 16 else 1
+            return 1 if self.narrow else 4
         return 8
 
     @property

@@ -28,6 +28,7 @@ from cute_kernels.attention.decode_sm90.epilogue import Epilogue
 from cute_kernels.attention.decode_sm90.fixup import Fixup
 from cute_kernels.attention.decode_sm90.parts import slot_to_write
 from cute_kernels.attention.decode_sm90.queries import QueryLoading
+from cute_kernels.attention.decode_sm90.shared_items import open_item
 from cute_kernels.attention.decode_sm90.staging import Staging
 from cute_kernels.attention.decode_sm90.warps_apart import OwnTile, WarpsApart
 
@@ -249,9 +250,13 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
                     k_scale, _ = descales_of(scales, b, head)
                     base_scale = scales.softmax_scale * k_scale * (dsl.LOG2_E * self.kv.magnitude)
                     self.publish_visible(seq, chunk)
-                    if self.warp == config.consumer_warps - 1:
-                        # While the queries are on their way.
-                        self.open_item(segment, at - tile, tile, end - at)
+                    if const_expr(not config.narrow):
+                        if self.warp == config.consumer_warps - 1:
+                            # While the queries are on their way.
+                            open_item(
+                                config, shape, self.smem.plan, self.smem.shared_items,
+                                segment, at - tile, tile, end - at,
+                            )  # fmt: skip
                     if const_expr(config.stages_queries):
                         queries = self.staged_queries(staging, items & 1)
                         items = items + 1

@@ -25,7 +25,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels import dsl, dsl_together
-from cute_kernels.attention.common.line import cta_of_tile, splits_of_first_cta
 from cute_kernels.attention.common.output import (
     Output,
     Partial,
@@ -35,38 +34,11 @@ from cute_kernels.attention.common.output import (
     sink_of_head,
     store_lse,
 )
-from cute_kernels.attention.common.tile_schedule import (
-    Lengths,
-    Segment,
-    query_token,
-    sequence,
-    split_tiles,
-)
-from cute_kernels.attention.decode_sm90.combine import MIN_SHIFT, Combining, Share
-from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, Plan
-from cute_kernels.attention.decode_sm90.parts import Parts, parts_of
-
-
-class SharedItem(NamedTuple):
-    """An item that several CTAs have parts of, as a thread needs it to finish it.
-
-    count: its parts, 0 where there is no such item; begun, base: slots, see ``Parts``. head,
-    q_start, first_row: of its rows. begin, end: the blocks of four elements that this CTA
-    combines. shift: log2 of how many threads side by side do.
-
-    Kept in shared memory (SHARED_ITEM_WORDS words) from when the CTA comes to the item: what it
-    takes to know all this would be waited for after the last tile.
-    """
-
-    count: Int32
-    begun: Int32
-    base: Int32
-    head: Int32
-    q_start: Int32
-    first_row: Int32
-    begin: Int32
-    end: Int32
-    shift: Int32
+from cute_kernels.attention.common.tile_schedule import Lengths, query_token, sequence
+from cute_kernels.attention.decode_sm90.combine import Combining, Share
+from cute_kernels.attention.decode_sm90.parts import Parts
+from cute_kernels.attention.decode_sm90.plan import Plan
+from cute_kernels.attention.decode_sm90.shared_items import SharedItem, entry_of
 
 
 class Block(NamedTuple):
@@ -100,55 +72,8 @@ class Fixup(Combining):
 
         return Partial(*[part(tensor) for tensor in partial])
 
-    @cute.jit
-    def open_item(self, segment: Segment, line_start: Int32, tile: Int32, left: Int32):
-        """If other CTAs have tiles of an item, too: keep in mind how to finish it. By one warp.
-
-        line_start: where the item's tiles start on the line. tile: the item's tile at which the CTA
-        comes to it, with ``left`` tiles to go.
-        """
-        shape, plan, tiles = self.shape, self.plan(), segment.seq.tiles
-        own, pieces = plan.own, plan.pieces
-        mine = Int32(1)
-        begun = Int32(1)
-        first = plan.cta - own
-        if (shape.splits == 0) & (tile == 0) & (tiles <= left):
-            pieces = Int32(1)
-        if pieces == 0:
-            first = cta_of_tile(line_start, plan.total, plan.ctas)
-            if shape.splits == 0:
-                pieces = cta_of_tile(line_start + tiles - 1, plan.total, plan.ctas) - first + 1
-                own = plan.cta - first
-            else:
-                split = split_tiles(shape, tiles)
-                own = dsl.quotient(tile, split)
-                pieces = dsl.quotient(tiles + split - 1, split)
-                mine = cutlass.min(dsl.quotient(left + split - 1, split), pieces - own)
-                begun = splits_of_first_cta(first, line_start, split, plan.total, plan.ctas)
-        if mine < pieces:
-            parts = parts_of(shape, first, pieces, begun)
-            blocks = (segment.chunk.rows_end - segment.chunk.first_row) * self.blocks_of_row
-            share = dsl.quotient(blocks + pieces - 1, pieces)
-            begin = own * share
-            end = cutlass.min(begin + mine * share, blocks)
-            shift = Int32(MIN_SHIFT)
-            while (1 << shift < self.config.consumer_threads) & (1 << shift < end - begin):
-                shift = shift + 1
-            if self.lane == 0:
-                entry = self._entry(cutlass.Int32(tile == 0))
-                dsl.st_shared_b32x4(entry, parts.count, parts.begun, parts.base, segment.head)
-                dsl.st_shared_b32x4(
-                    entry + 16, segment.seq.q_start, segment.chunk.first_row, begin, end
-                )
-                dsl.st_shared_b32(entry + 32, shift)
-                arrivals = Int32(1)
-                if tile > 0:
-                    arrivals = mine
-                dsl.st_shared_b32x2(entry + 40, first, arrivals)
-
     def _entry(self, which: Int32) -> Int32:
-        """Shared memory of the item that this CTA continues (0) or begins (1)."""
-        return self.smem.shared_items + which * (4 * SHARED_ITEM_WORDS)
+        return entry_of(self.smem.shared_items, which)
 
     @cute.jit
     def arrive(self, partial: Partial, started: Int32):

@@ -33,7 +33,7 @@ from cute_kernels.attention.decode_sm90.config import (
     DecodeConfig,
 )
 from cute_kernels.attention.decode_sm90.consumer import Consumer
-from cute_kernels.attention.decode_sm90.lane import SHARED_ITEM_WORDS, TYPES, ConsumerSmem
+from cute_kernels.attention.decode_sm90.lane import TYPES, ConsumerSmem
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.producer import (
     PagedSource,
@@ -41,6 +41,7 @@ from cute_kernels.attention.decode_sm90.producer import (
     Ring,
     TmaOperand,
 )
+from cute_kernels.attention.decode_sm90.shared_items import SHARED_ITEM_WORDS
 from cute_kernels.attention.decode_sm90.staging import Staging
 
 # CTAs wait for each other (fixup.py): refuse a grid that the device cannot hold at once.
@@ -233,7 +234,7 @@ class DecodeSm90:
             if warp == config.consumer_warps:
                 producer = Producer(config, lengths, shape, source)
                 k, v = TmaOperand(atomK, mCacheK), TmaOperand(atomV, mCacheV)
-                producer.run(ring, k, v, stretch, mQ, staging)
+                producer.run(ring, k, v, stretch, mQ, staging, smem.plan, smem.shared_items)
         else:
             if const_expr(config.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(config.consumer_registers)

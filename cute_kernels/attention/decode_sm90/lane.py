@@ -23,29 +23,13 @@ from cute_kernels.attention.decode_sm90.barriers import NamedBarrier
 from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS, DecodeConfig
 from cute_kernels.attention.decode_sm90.fragments import FRAGMENTS
 from cute_kernels.attention.decode_sm90.layout import TileLayout
+from cute_kernels.attention.decode_sm90.plan import Plan, read_plan
 from cute_kernels.attention.decode_sm90.producer import Ring
 
-SHARED_ITEM_WORDS = 12
 # Maximum of a row that has seen no key: below all scores, and finite, so that a difference with it
 # is no NaN. It becomes -inf at the end of a segment.
 NO_KEY = -3.0e38
 TYPES = {"bf16": BFloat16, "fp16": Float16}
-
-
-class Plan(NamedTuple):
-    """What the end of a segment needs of the CTA's ``Stretch``, and its ``cta`` and ``place``.
-
-    It waits there in shared memory, since the loop over tiles has no registers to spare.
-    """
-
-    total: Int32
-    ctas: Int32
-    item_step: Int32
-    cta: Int32
-    place: Int32
-    gap: Int32
-    pieces: Int32
-    own: Int32
 
 
 class ConsumerSmem(NamedTuple):
@@ -55,8 +39,8 @@ class ConsumerSmem(NamedTuple):
     one step, others fill the next one's. row_max, row_sum: (warps, rows) float32. visible:
     (rows,) pairs [low, high) of key positions. q_scale: (rows,) float32, what turns a raw score
     into a log2-domain score. q_max: (warps, rows) packed bf16 maxima. shared_items: two entries
-    of SHARED_ITEM_WORDS words, see fixup.py. scales: V scales of a step, see fragments_nvfp4.py.
-    fold: see ``DecodeConfig.fold_bytes``. plan: a ``Plan``.
+    of SHARED_ITEM_WORDS words, see shared_items.py. scales: V scales of a step, see
+    fragments_nvfp4.py. fold: see ``DecodeConfig.fold_bytes``. plan: a ``Plan``.
     """
 
     p: Int32
@@ -135,8 +119,7 @@ class ConsumerLane:
             state.rSum[i] = Float32(0.0)
 
     def plan(self) -> Plan:
-        words = dsl.ld_shared_b32x4(self.smem.plan)
-        return Plan(*words, *dsl.ld_shared_b32x4(self.smem.plan + 16))
+        return read_plan(self.smem.plan)
 
     def barrier(self):
         cute.arch.barrier(

@@ -16,7 +16,7 @@ from cutlass import Int32, Int64
 
 from cute_kernels.attention.common.line import cta_of_tile
 from cute_kernels.attention.common.tile_schedule import Shape
-from cute_kernels.attention.decode_sm90.lane import Plan
+from cute_kernels.attention.decode_sm90.plan import Plan
 
 
 class Parts(NamedTuple):

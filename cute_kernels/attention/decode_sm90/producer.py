@@ -21,6 +21,7 @@ from cute_kernels.attention.common.tile_schedule import (
 from cute_kernels.attention.decode_sm90.barriers import NamedBarrier
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS, DecodeConfig
 from cute_kernels.attention.decode_sm90.layout import TileLayout, swizzle_bits
+from cute_kernels.attention.decode_sm90.shared_items import open_item
 from cute_kernels.attention.decode_sm90.staging import Staging, copy_queries
 from cute_kernels.formats import NVFP4_GROUP
 
@@ -240,6 +241,8 @@ class Producer:
         stretch: Stretch,
         mQ: cute.Tensor,
         staging: Staging,
+        plan_at: Int32,
+        entries_at: Int32,
     ):
         config, layout, shape, source = self.config, self.layout, self.shape, self.source
         operands_a_slot = 2 if const_expr(config.paired) else 1
@@ -266,6 +269,11 @@ class Producer:
             ahead = Int32(0)
             tile_end = segment.chunk.tile_end
             page, in_page = self.look_up(segment, segment.chunk.tile_begin)
+            if const_expr(config.narrow):
+                if fresh != 0:
+                    open_item(
+                        config, shape, plan_at, entries_at, segment, line - tile, tile, end - line
+                    )
             if const_expr(config.stages_queries):
                 # While the table's entries are on their way.
                 if fresh != 0:
