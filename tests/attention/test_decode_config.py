@@ -69,7 +69,7 @@ def test_row_buckets():
     assert {size: row_buckets(size)[-1] for size in HEAD_SIZES} == {
         64: 64,
         128: 64,
-        256: 32,
+        256: 64,
         512: 32,
     }
     assert all(row_buckets(size)[0] == 8 for size in HEAD_SIZES)

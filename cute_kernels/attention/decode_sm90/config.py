@@ -34,8 +34,9 @@ SMEM_BYTES_PER_CTA = 232448  # SM90: 227 KiB
 
 
 # More rows than this would not leave registers for a tile's operands beside the accumulators
-# (rows * head_size / 128 registers a thread): such calls run as several chunks of rows.
-_MAX_ROWS = {64: 64, 128: 64, 256: 32, 512: 32}
+# (rows * head_size / 128 registers a thread, half of that with two consumer warpgroups), or shared
+# memory for the tiles beside the queries: such calls run as several chunks of rows.
+_MAX_ROWS = {64: 64, 128: 64, 256: 64, 512: 32}
 
 
 def row_buckets(head_size: int) -> tuple[int, ...]:
@@ -129,7 +130,7 @@ class DecodeConfig:
         see that a warp's barrier orders the other lanes' reads before the one arrival, and reports
         them against the copies of block scales, which are the only writes to a slot that it
         follows. All lanes' arrivals cost nothing (H200: D128 91.5, D512 47.7 us either way)."""
-        return WARPGROUP_THREADS if self.block_scaled else self.consumer_warps
+        return self.consumer_threads if self.block_scaled else self.consumer_warps
 
     @property
     def step_tiles(self) -> int:
@@ -242,12 +243,12 @@ class DecodeConfig:
     @property
     def value_groups(self) -> int:
         """Groups of 16 output elements that a warp has a part in; 0 without block scales."""
-        return max(2, self.head_size // 64) if self.block_scaled else 0
+        return max(2, self.head_size // (16 * self.consumer_warps)) if self.block_scaled else 0
 
     @property
     def scale_table_bytes(self) -> int:
         """V scales of a step as the consumer warps arrange them: fragments_nvfp4.py."""
-        return WARPGROUP_THREADS * self.step_tiles * self.value_groups * 4
+        return self.consumer_threads * self.step_tiles * self.value_groups * 4
 
     @property
     def exchange_bytes(self) -> int:
