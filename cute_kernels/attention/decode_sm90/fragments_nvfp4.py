@@ -48,8 +48,8 @@ class Nvfp4Fragments:
         head_size, warp, g, j = config.head_size, lane.warp, lane.g, lane.j
         self.whole_units = head_size > 64
         self.blocks_per_load = 2 if self.whole_units else 1
-        units_of_warp = head_size // (32 * config.consumer_warps)
-        self.value_loads = max(1, units_of_warp)
+        elements_of_units = 32 * config.consumer_warps
+        self.value_loads = max(1, head_size // elements_of_units)
         # Units of a row's column block that a lane of K has, side by side: 4 lanes share a block.
         self.units_per_lane = max(1, layout.units // 4)
         self.scale_bytes = head_size // 16
@@ -60,7 +60,7 @@ class Nvfp4Fragments:
         self.k_swizzle = layout.swizzle_of(g)
         self.k_scales = scales + token * self.scale_bytes + j * min(4, self.scale_bytes // 4)
         v_token = lane.lane
-        first_unit = warp * units_of_warp if self.whole_units else warp // 2
+        first_unit = warp * head_size // elements_of_units if self.whole_units else warp // 2
         self.v_row = ring + layout.row(v_token) + (first_unit // layout.units) * layout.block_bytes
         self.v_swizzle = layout.swizzle_of(v_token)
         self.v_unit = first_unit % layout.units
