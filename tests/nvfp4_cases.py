@@ -92,6 +92,15 @@ def nvfp4_grid() -> list[AttentionCase]:
     return [
         *cases,
         _case("odd-heads-d64", head_size=64, num_q_heads=9, num_kv_heads=3),
+        _case(
+            "64-rows-d256-page16",
+            head_size=256,
+            num_q_heads=16,
+            q_len=8,
+            kv=3000,
+            page_size=16,
+            window=(500, 0),
+        ),
         _case("one-head-d128", head_size=128, num_q_heads=8, num_kv_heads=1),
         _case("window-both", window=(100, 3), causal=False, q_len=8),
         _case("softcap-sinks", softcap=20.0, sinks=True, q_magnitude=8.0, q_len=2),

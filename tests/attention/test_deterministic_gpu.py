@@ -39,9 +39,11 @@ KINDS = (
     Kind("d128-window", (1, 3), {"window": (1500, 0)}),
     Kind("d128-with-prompts", (1, 1, 40, 2, 1, 90), {"q_dtype": torch.float16}),
     Kind("d256", (1, 2), {"head_size": 256, "layout": "HND"}),
+    Kind("d256-mixed-q", (1, 16, 9, 2, 5), {"head_size": 256}),
     Kind("d64", (1,), {"head_size": 64, "num_q_heads": 32, "num_kv_heads": 4}),
     Kind("d64-q8", (8,), {"head_size": 64}),
     Kind("nvfp4-d512", (1,), {"head_size": 512, "layout": "HND"}, nvfp4=True),
+    Kind("nvfp4-d256-mixed-q", (1, 16, 9, 2), {"head_size": 256}, nvfp4=True),
     Kind("nvfp4-d128-mixed-q", (1, 4, 20, 2), {"layout": "HND"}, nvfp4=True),
 )
 

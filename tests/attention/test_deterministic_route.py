@@ -7,11 +7,11 @@ import pytest
 from cute_kernels.attention.decode_sm90.config import (
     HEAD_SIZES,
     KV_FORMATS,
-    fixed_splits,
     make_config,
     row_bucket,
     row_buckets,
 )
+from cute_kernels.attention.decode_sm90.grid import fixed_splits
 from cute_kernels.attention.decode_sm90.op import row_ranges
 from cute_kernels.attention.prefill_sm90.config import decode_rows
 from cute_kernels.attention.route_sm90 import Bounds, route

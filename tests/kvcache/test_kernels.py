@@ -96,8 +96,8 @@ def test_a_cache_of_16_bits_has_the_same_classes():
     asked = config(head_size=256, kv_cache_dtype="auto", num_q_heads=8)
     for tokens, expected in (
         (1, ("decode", 2, 1, DECODE_16_BITS.name)),
-        (16, ("decode", 32, 1, DECODE_16_BITS.name)),
-        (17, ("decode", 34, 1, PREFILL_16_BITS.name)),
+        (32, ("decode", 64, 1, DECODE_16_BITS.name)),
+        (33, ("prefill", 66, 1, PREFILL_16_BITS.name)),
         (64, ("prefill", 128, 1, PREFILL_16_BITS.name)),
         (65, ("prefill", 130, 2, PREFILL_16_BITS.name)),
     ):

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels import dsl, dsl_together
 from cute_kernels.attention.common.output import Partial, fold_of
-from cute_kernels.attention.decode_sm90.config import MAX_SPLITS
+from cute_kernels.attention.decode_sm90.grid import MAX_SPLITS
 from cute_kernels.attention.decode_sm90.lane import ConsumerLane
 from cute_kernels.attention.decode_sm90.parts import Parts, slot_in_turn
 

@@ -6,7 +6,6 @@ Import-light: no DSL here, because planners, tests and the registry read these f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from cute_kernels.attention.decode_sm90.residency import RESIDENCY
 from cute_kernels.formats import NVFP4_GROUP
@@ -34,8 +33,9 @@ SMEM_BYTES_PER_CTA = 232448  # SM90: 227 KiB
 
 
 # More rows than this would not leave registers for a tile's operands beside the accumulators
-# (rows * head_size / 128 registers a thread): such calls run as several chunks of rows.
-_MAX_ROWS = {64: 64, 128: 64, 256: 32, 512: 32}
+# (rows * head_size / 128 registers a thread, half of that with two consumer warpgroups), or shared
+# memory for the tiles beside the queries: such calls run as several chunks of rows.
+_MAX_ROWS = {64: 64, 128: 64, 256: 64, 512: 32}
 
 
 def row_buckets(head_size: int) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class DecodeConfig:
         see that a warp's barrier orders the other lanes' reads before the one arrival, and reports
         them against the copies of block scales, which are the only writes to a slot that it
         follows. All lanes' arrivals cost nothing (H200: D128 91.5, D512 47.7 us either way)."""
-        return WARPGROUP_THREADS if self.block_scaled else self.consumer_warps
+        return self.consumer_threads if self.block_scaled else self.consumer_warps
 
     @property
     def step_tiles(self) -> int:
@@ -265,12 +265,12 @@ class DecodeConfig:
     @property
     def value_groups(self) -> int:
         """Groups of 16 output elements that a warp has a part in; 0 without block scales."""
-        return max(2, self.head_size // 64) if self.block_scaled else 0
+        return max(2, self.head_size // (16 * self.consumer_warps)) if self.block_scaled else 0
 
     @property
     def scale_table_bytes(self) -> int:
         """V scales of a step as the consumer warps arrange them: fragments_nvfp4.py."""
-        return WARPGROUP_THREADS * self.step_tiles * self.value_groups * 4
+        return self.consumer_threads * self.step_tiles * self.value_groups * 4
 
     @property
     def exchange_bytes(self) -> int:
@@ -301,19 +301,23 @@ def _stages_within(config: DecodeConfig) -> int:
     return (budget - fixed) // (config.stage_bytes + 16)
 
 
-MAX_SPLITS = 64  # of an item
-_MAX_SPLIT_ELEMENTS = 1 << 18
 # More in flight than this buys no bandwidth (H200: 128 KiB an SM saturate DRAM).
 _MAX_RING_BYTES_PER_SM = 196608
-# At 8 rows of a quantized cache more than this costs time (H200, 112 KiB against 192: all cases are
-# as fast or up to 5 % faster), but for slots of 32 KiB, where neither is better.
-_MAX_RING_BYTES_8_ROWS = 114688
+# From a quantized cache more than this costs time (H200, 112 KiB against up to 192: from 0.5 %
+# slower to 4 % faster where lengths are equal, up to 6 % in log-normal batches and single
+# sequences), but where 8 rows have slots of 32 KiB, for which it is the same.
+_MAX_RING_BYTES_QUANTIZED = 114688
+# Two warpgroups take so many a step. Of 32 rows at head size 256 three instead of four are 2 %
+# faster in log-normal batches and 1 % slower elsewhere; five 2 % slower and 1 % faster.
+_LEAST_SLOTS = 4
 
 
 def ring_bytes_per_sm(config: DecodeConfig) -> int:
     """The most bytes that the rings of an SM's CTAs have."""
-    few = config.converts and config.rows == 8 and config.head_bytes < 512
-    return _MAX_RING_BYTES_8_ROWS if few else _MAX_RING_BYTES_PER_SM
+    if not config.converts or (config.rows == 8 and config.head_bytes == 512):
+        return _MAX_RING_BYTES_PER_SM
+    least = _LEAST_SLOTS * config.ctas_per_sm * config.stage_bytes if config.loads_first else 0
+    return max(_MAX_RING_BYTES_QUANTIZED, least)
 
 
 def make_config(
@@ -331,42 +335,6 @@ def make_config(
     )
     stages = min(_stages_within(draft), ring_bytes_per_sm(draft) // ctas // draft.stage_bytes)
     return replace(draft, stages=stages)
-
-
-def grid_ctas(config: DecodeConfig, sm_count: int) -> int:
-    """CTAs to launch. All of them are resident at once, which fixup.py relies on.
-
-    At one CTA an SM, 128 of 132 SMs read faster than all of them, also where the work is dealt to
-    128 CTAs either way (H200, 2026-11-29: B64 S8192 32/4 D512 470 us with 128 launched, 480 us with
-    132 launched and 4 idle). At two CTAs an SM it is the other way round (B32 64/8 D128: 128, 126).
-    """
-    if config.ctas_per_sm == 1:
-        return sm_count - sm_count % 16 if sm_count >= 16 else sm_count
-    return sm_count * config.ctas_per_sm
-
-
-class FixedSplits(NamedTuple):
-    """How items are cut where bits must not depend on the batch: ``tile_schedule.split_tiles``.
-
-    splits: the most of an item; least, most: tiles of one. All 0: items may be cut anywhere.
-    """
-
-    splits: int = 0
-    least: int = 0
-    most: int = 0
-
-
-def fixed_splits(config: DecodeConfig, kv_heads: int) -> FixedSplits:
-    """A function of what all sequences of a launch have in common, and not of their number.
-
-    A split's first and last tile cost 1 to 2 us: splits have 256 KiB of an FP8 cache at least
-    (H200, 2026-11-30: perf/NOTES.md); a single KV head's items are few, so theirs have half.
-    """
-    least = 2048 // config.head_size
-    # Partial results of so many splits a CTA are kept.
-    splits = min(MAX_SPLITS, max(8, _MAX_SPLIT_ELEMENTS // (config.rows * config.head_size)))
-    most = 8 if kv_heads == 1 and config.fold_bytes else 16
-    return FixedSplits(splits, least, max(most, least))
 
 
 def row_bucket(head_size: int, packed_rows: int) -> int:

@@ -35,7 +35,7 @@ def in_register(x: Int32) -> Int32:
 class Nvfp4Fragments:
     """See the module, and ``Fp8Fragments`` for what the methods are.
 
-    scale_table: shared address of (4 warps, tiles of a step, groups of a warp) entries of 128
+    scale_table: shared address of (warps, tiles of a step, groups of a warp) entries of 128
     bytes: for each token pair (2 j, 2 j + 1) of each 8 tokens the two V scales, as f16x2. Where
     warps are apart, (4 warps, tiles of a step) entries (2, 4, head_size / 32, 2) of f16x2: of group
     2 u + i, token pair j of the warp's 8 tokens o at (i, j, u, o).
@@ -50,18 +50,19 @@ class Nvfp4Fragments:
         head_size, warp, g, j = config.head_size, lane.warp, lane.g, lane.j
         self.whole_units = head_size > 64
         self.blocks_per_load = 2 if self.whole_units else 1
-        self.value_loads = max(1, head_size // 128)
+        elements_of_units = 32 * config.consumer_warps
+        self.value_loads = max(1, head_size // elements_of_units)
         # Units of a row's column block that a lane of K has, side by side: 4 lanes share a block.
         self.units_per_lane = max(1, layout.units // 4)
         self.scale_bytes = head_size // 16
         ring = lane.ring.base.toint()
         scales = ring + config.data_bytes
-        token = 16 * warp + g
-        self.k_row = ring + layout.row(16 * warp) + g * layout.row_bytes
+        token = 16 * lane.quarter + g
+        self.k_row = ring + layout.row(16 * lane.quarter) + g * layout.row_bytes
         self.k_swizzle = layout.swizzle_of(g)
         self.k_scales = scales + token * self.scale_bytes + j * min(4, self.scale_bytes // 4)
         v_token = lane.lane
-        first_unit = warp * head_size // 128 if self.whole_units else warp // 2
+        first_unit = warp * head_size // elements_of_units if self.whole_units else warp // 2
         self.v_row = ring + layout.row(v_token) + (first_unit // layout.units) * layout.block_bytes
         self.v_swizzle = layout.swizzle_of(v_token)
         self.v_unit = first_unit % layout.units

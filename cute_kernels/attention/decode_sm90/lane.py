@@ -20,7 +20,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cute_kernels import dsl
 from cute_kernels.attention.common.tile_schedule import Shape
 from cute_kernels.attention.decode_sm90.barriers import NamedBarrier
-from cute_kernels.attention.decode_sm90.config import WARPGROUP_THREADS, DecodeConfig
+from cute_kernels.attention.decode_sm90.config import DecodeConfig
 from cute_kernels.attention.decode_sm90.fragments import FRAGMENTS
 from cute_kernels.attention.decode_sm90.layout import TileLayout
 from cute_kernels.attention.decode_sm90.plan import Plan, read_plan
@@ -146,8 +146,8 @@ class ConsumerLane:
         """
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        if const_expr(self.config.release_arrivals == WARPGROUP_THREADS):
-            cute.arch.mbarrier_arrive(self.ring.empty + slot)
+        if const_expr(self.config.block_scaled):
+            cute.arch.mbarrier_arrive(self.ring.empty + slot, arrive_count=arrivals)
         else:
             if self.lane == 0:
                 cute.arch.mbarrier_arrive(self.ring.empty + slot, arrive_count=arrivals)

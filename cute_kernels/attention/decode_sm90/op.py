@@ -25,14 +25,12 @@ from cute_kernels.attention.decode_sm90.config import (
     HEAD_SIZES,
     TILE_TOKENS,
     DecodeConfig,
-    FixedSplits,
     box_tokens_for_page,
-    fixed_splits,
-    grid_ctas,
     make_config,
     row_bucket,
     row_buckets,
 )
+from cute_kernels.attention.decode_sm90.grid import FixedSplits, fixed_splits, grid_ctas
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
 

@@ -290,16 +290,17 @@ class Producer:
             for t in cutlass.range(segment.chunk.tile_begin, tile_end, config.warpgroups, unroll=1):
                 if ((ahead & 31) == 0) & (ahead > 0):
                     page, in_page = self.look_up(segment, t)
-                boxes_of_tile = []
-                for _ in cutlass.range_constexpr(config.warpgroups):
-                    boxes_of_tile.append(self.boxes_from(page, in_page, ahead))
-                    ahead = ahead + layout.boxes
+                box_of_step = ahead
+                ahead = ahead + config.warpgroups * layout.boxes
                 # Of a step's tiles first all keys, then the values: as the consumers ask for them.
                 for operand in cutlass.range_constexpr(2):
                     begins = const_expr(operand == 0 or not config.paired)
                     ends = const_expr(operand == 1 or not config.paired)
                     for z in cutlass.range_constexpr(config.warpgroups):
-                        boxes = boxes_of_tile[z]
+                        # Of two tiles asked for again: a producer has no registers to keep them.
+                        if const_expr(operand == 0 or config.warpgroups > 1):
+                            number = box_of_step + z * layout.boxes
+                            boxes = self.boxes_from(page, in_page, number)
                         live = Int32(1)
                         if const_expr(z > 0):
                             if t + z >= tile_end:
