@@ -211,8 +211,9 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
         scores = [
             cute.make_rmem_tensor((self.chains * self.row_blocks * 4,), Float32) for _ in scored
         ]
-        rQ = cute.make_rmem_tensor((1 if config.queries_in_smem else config.head_size // 8,), Int32)
-        rScale = cute.make_rmem_tensor((2,), Float32)
+        words = 1 if config.queries_in_smem else self.row_blocks * config.head_size // 8
+        rQ = cute.make_rmem_tensor((words,), Int32)
+        rScale = cute.make_rmem_tensor((2 * self.row_blocks,), Float32)
         row_scales = None
         if const_expr(config.uses_wgmma):
             row_scales = [cute.make_rmem_tensor((2 * self.row_blocks,), Float32) for _ in scored]

@@ -61,10 +61,11 @@ class QueryLoading(ConsumerLane):
     def staged_queries(self, staging: Staging, phase: Int32):
         """What ``fetch_queries`` loads, from where the producer brought it."""
         cute.arch.mbarrier_wait(staging.full, phase)
-        at = staging.base + self.g * self.config.staged_row_bytes
-        at = at + 2 * self.kv.query_stride * self.j
+        row_bytes = self.config.staged_row_bytes
+        at = staging.base + self.g * row_bytes + 2 * self.kv.query_stride * self.j
         loaded = [
-            dsl.ld_shared_b32x4(at + self.kv.query_offset(unit))
+            dsl.ld_shared_b32x4(at + 8 * n * row_bytes + self.kv.query_offset(unit))
+            for n in range(self.row_blocks)
             for unit in range(self.config.head_size // 32)
         ]
         release_queries(staging, self.lane)
@@ -74,28 +75,29 @@ class QueryLoading(ConsumerLane):
     def keep_queries_in_registers(
         self, mQ: cute.Tensor, loaded, rQ: cute.Tensor, rScale: cute.Tensor, base_scale: Float32
     ):
-        """8 rows: every warp keeps all of Q as fragments; rScale: scales of rows 2j, 2j + 1."""
+        """Every warp keeps all of Q as fragments, a row block after the other; rScale: scales of
+        rows 8 n + 2j, + 1."""
         words = self.config.head_size // 8
-        for i in cutlass.range_constexpr(words // 4):
-            arranged = self.kv.arrange_queries(loaded[i])
-            for z in cutlass.range_constexpr(4):
-                rQ[4 * i + z] = arranged[z]
-        rScale[0] = base_scale
-        rScale[1] = base_scale
-        if const_expr(self.config.scales_queries):
-            top = Int32(0)
+        for n in cutlass.range_constexpr(self.row_blocks):
             for i in cutlass.range_constexpr(words // 4):
+                arranged = self.kv.arrange_queries(loaded[n * (words // 4) + i])
                 for z in cutlass.range_constexpr(4):
-                    top = dsl.max_abs_bf16x2(top, rQ[4 * i + z])
-            for step in cutlass.range_constexpr(2):
-                top = dsl.max_abs_bf16x2(top, dsl.shuffle_xor_b32(top, Int32(1 << step)))
-            scale, inverse = scale_of_row(top)
-            for i in cutlass.range_constexpr(words // 4):
-                for z in cutlass.range_constexpr(4):
-                    rQ[4 * i + z] = dsl.bf16x2_to_f16x2_scaled(rQ[4 * i + z], scale)
-            for r in cutlass.range_constexpr(2):
-                # lane 4 row holds the row's inverse
-                rScale[r] = base_scale * dsl.shuffle_from_lane_f32(inverse, 4 * (2 * self.j + r))
+                    rQ[n * words + 4 * i + z] = arranged[z]
+            rScale[2 * n] = base_scale
+            rScale[2 * n + 1] = base_scale
+            if const_expr(self.config.scales_queries):
+                top = Int32(0)
+                for i in cutlass.range_constexpr(words):
+                    top = dsl.max_abs_bf16x2(top, rQ[n * words + i])
+                for step in cutlass.range_constexpr(2):
+                    top = dsl.max_abs_bf16x2(top, dsl.shuffle_xor_b32(top, Int32(1 << step)))
+                scale, inverse = scale_of_row(top)
+                for i in cutlass.range_constexpr(words):
+                    rQ[n * words + i] = dsl.bf16x2_to_f16x2_scaled(rQ[n * words + i], scale)
+                for r in cutlass.range_constexpr(2):
+                    # lane 4 row holds the row's inverse
+                    own = dsl.shuffle_from_lane_f32(inverse, 4 * (2 * self.j + r))
+                    rScale[2 * n + r] = base_scale * own
 
     @cute.jit
     def keep_queries_in_smem(self, mQ: cute.Tensor, loaded, base_scale: Float32):

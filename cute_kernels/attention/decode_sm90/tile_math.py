@@ -87,17 +87,19 @@ class TileMath(ConsumerLane):
             operands = self.kv.key_operands(loaded, p, word)
             for i in cutlass.range_constexpr(steps):
                 s = steps * word + i
-                if const_expr(not self.config.queries_in_smem):
-                    b = (rQ[8 * p + 2 * s], rQ[8 * p + 2 * s + 1])
-                else:
-                    if const_expr(s % 2 == 0):
-                        pair = self._query_fragments(2 * p + s // 2)
-                    b = (pair[2 * (s % 2)], pair[2 * (s % 2) + 1])
-                c = 4 * (s % self.chains)
-                sums = [rS[c + z] for z in range(4)]
-                d = dsl.mma_m16n8k16(operands[i], b, sums, self.mma_kind)
-                for z in cutlass.range_constexpr(4):
-                    rS[c + z] = d[z]
+                for n in cutlass.range_constexpr(self.row_blocks):
+                    if const_expr(not self.config.queries_in_smem):
+                        word = n * (self.config.head_size // 8) + 8 * p + 2 * s
+                        b = (rQ[word], rQ[word + 1])
+                    else:
+                        if const_expr(s % 2 == 0):
+                            pair = self._query_fragments(2 * p + s // 2)
+                        b = (pair[2 * (s % 2)], pair[2 * (s % 2) + 1])
+                    c = 4 * ((s % self.chains) * self.row_blocks + n)
+                    sums = [rS[c + z] for z in range(4)]
+                    d = dsl.mma_m16n8k16(operands[i], b, sums, self.mma_kind)
+                    for z in cutlass.range_constexpr(4):
+                        rS[c + z] = d[z]
 
     def _query_fragments(self, load: int):
         """Of 8 rows in shared memory: B of k-steps 2 load and 2 load + 1."""

@@ -45,7 +45,7 @@ class OwnTile(NamedTuple):
 class WarpsApart(TileMath):
     def make_lags(self) -> cute.Tensor:
         """How far scores may exceed each row's reference before it moves: see ``open_rows``."""
-        return cute.make_rmem_tensor((2,), Float32)
+        return cute.make_rmem_tensor((2 * self.row_blocks,), Float32)
 
     def plain_tiles(self, low: Int32, high: Int32) -> tuple[Int32, Int32]:
         """``OwnTile.plain_from`` and ``plain``, for keys [low, high) that all rows see."""
@@ -62,9 +62,9 @@ class WarpsApart(TileMath):
         Between here and ``join_warps`` references are finite, so that a score less its reference is
         one FFMA and never NaN.
         """
-        for r in cutlass.range_constexpr(2):
-            state.rMax[r] = Float32(0.0)
-            lags[r] = Float32(_NO_REFERENCE)
+        for i in cutlass.range_constexpr(2 * self.row_blocks):
+            state.rMax[i] = Float32(0.0)
+            lags[i] = Float32(_NO_REFERENCE)
 
     @cute.jit
     def own_probabilities(
@@ -81,7 +81,8 @@ class WarpsApart(TileMath):
         words of V where they are loaded before (else None)."""
         passes = self.config.head_size // 64
         values_at = tile.offset + self.config.tile_bytes
-        for i in cutlass.range_constexpr(4):
+        rows = 2 * self.row_blocks
+        for i in cutlass.range_constexpr(2 * rows):
             rS[i] = Float32(0.0)
         cute.arch.mbarrier_wait(self.ring.full + tile.slot, tile.phase)
         loaded = None
@@ -91,20 +92,26 @@ class WarpsApart(TileMath):
             if const_expr(p == passes - 1):
                 values = self.kv.early_own_values(values_at)
             self._scores_mma(rS, rQ, loaded, p)
-        above = cute.make_rmem_tensor((4,), Float32)
-        for i in cutlass.range_constexpr(4):
-            above[i] = dsl.fma(rS[i], rScale[i % 2], -state.rMax[i % 2])
+        above = cute.make_rmem_tensor((2 * rows,), Float32)
+        for i in cutlass.range_constexpr(2 * rows):
+            row = 2 * (i // 4) + i % 2
+            above[i] = dsl.fma(rS[i], rScale[row], -state.rMax[row])
         if Uint32(tile.index - tile.plain_from) >= Uint32(tile.plain):
             self._mind_some_keys(above, rS, rScale, state, tile, values)
         self.kv.prepare_own_values(values_at)
-        tops = [dsl.fmax(above[r], above[2 + r]) for r in range(2)]
-        if cute.arch.vote_any_sync((tops[0] > lags[0]) | (tops[1] > lags[1])):
-            self._move_references(above, tops, acc, state, lags)
-        p = [dsl.exp2(above[z]) for z in range(4)]
-        for r in cutlass.range_constexpr(2):
-            state.rSum[r] = state.rSum[r] + (p[r] + p[2 + r])
-        operand = [dsl.transpose_8x8_b16(dsl.pack_f16x2(p[z], p[z + 1])) for z in (0, 2)]
-        return operand, values
+        tops = self._lane_maxima([above])
+        exceeded = tops[0] > lags[0]
+        for i in cutlass.range_constexpr(1, rows):
+            exceeded = exceeded | (tops[i] > lags[i])
+        if cute.arch.vote_any_sync(exceeded):
+            for n in cutlass.range_constexpr(self.row_blocks):
+                self._move_references(above, tops, acc, state, lags, n)
+        p = [dsl.exp2(above[z]) for z in range(2 * rows)]
+        for i in cutlass.range_constexpr(rows):
+            at = 4 * (i // 2) + i % 2
+            state.rSum[i] = state.rSum[i] + (p[at] + p[at + 2])
+        pairs = [dsl.pack_f16x2(p[z], p[z + 1]) for z in range(0, 2 * rows, 2)]
+        return [dsl.transpose_8x8_b16(pair) for pair in pairs], values
 
     @cute.jit
     def _mind_some_keys(
@@ -119,11 +126,11 @@ class WarpsApart(TileMath):
         """Softcap and mask. V that no row may see becomes 0 (its block scales do, if it has them):
         P is 0 there, but 0 * NaN is NaN."""
         if self.softcap != 0.0:
-            for i in cutlass.range_constexpr(4):
-                above[i] = rS[i] * rScale[i % 2]
+            for i in cutlass.range_constexpr(4 * self.row_blocks):
+                above[i] = rS[i] * rScale[2 * (i // 4) + i % 2]
             self.cap(above)
-            for i in cutlass.range_constexpr(4):
-                above[i] = above[i] - state.rMax[i % 2]
+            for i in cutlass.range_constexpr(4 * self.row_blocks):
+                above[i] = above[i] - state.rMax[2 * (i // 4) + i % 2]
         self.mask(above, tile.index)
         first_token = tile.index * TILE_TOKENS
         if (first_token < tile.low) | (first_token + TILE_TOKENS > tile.high):
@@ -132,27 +139,36 @@ class WarpsApart(TileMath):
 
     @cute.jit
     def _move_references(
-        self, above: cute.Tensor, tops, acc: cute.Tensor, state: Softmax, lags: cute.Tensor
+        self,
+        above: cute.Tensor,
+        tops,
+        acc: cute.Tensor,
+        state: Softmax,
+        lags: cute.Tensor,
+        n: cutlass.Constexpr,
     ):
-        """To the warp's largest scores, where those are larger or the first of their row."""
+        """To the warp's largest scores, where those are larger or the first of their row. Of a row
+        block."""
         correction = []
         for r in cutlass.range_constexpr(2):
-            top = tops[r]
+            row = 2 * n + r
+            top = tops[row]
             for step in cutlass.range_constexpr(3):
                 top = dsl.fmax(top, dsl.shuffle_xor_f32(top, Int32(4 << step)))
-            before = state.rMax[r]
+            before = state.rMax[row]
             moved = before + dsl.fmax(top, Float32(0.0))
             factor = dsl.exp2(before - moved)
-            if lags[r] != MAX_LAG:
+            if lags[row] != MAX_LAG:
                 moved, factor = Float32(0.0), Float32(1.0)
                 if top > _NO_REFERENCE:
-                    moved, lags[r] = top, Float32(MAX_LAG)
+                    moved, lags[row] = top, Float32(MAX_LAG)
             for i in cutlass.range_constexpr(2):
-                above[2 * i + r] = above[2 * i + r] - (moved - before)
-            state.rMax[r] = moved
-            state.rSum[r] = state.rSum[r] * factor
+                at = 4 * n + 2 * i + r
+                above[at] = above[at] - (moved - before)
+            state.rMax[row] = moved
+            state.rSum[row] = state.rSum[row] * factor
             correction.append(factor)
-        self._rescale(acc, correction, 0)
+        self._rescale(acc, correction, n)
 
     @cute.jit
     def own_values(self, acc: cute.Tensor, tile: OwnTile, p, values):
@@ -165,10 +181,11 @@ class WarpsApart(TileMath):
                 loaded = [values[4 * load + z] for z in range(4)]
             for unit in cutlass.range_constexpr(2):
                 operands = self.kv.own_value_operands(loaded, unit)
-                for block in cutlass.range_constexpr(blocks):
-                    at = 4 * (blocks * (2 * load + unit) + block)
+                for i in cutlass.range_constexpr(blocks * self.row_blocks):
+                    block, n = i // self.row_blocks, i % self.row_blocks
+                    at = 4 * (blocks * self.row_blocks * (2 * load + unit) + i)
                     sums = [acc[at + z] for z in range(4)]
-                    d = dsl.mma_m16n8k16(operands[block], p, sums, self.mma_kind)
+                    d = dsl.mma_m16n8k16(operands[block], p[2 * n : 2 * n + 2], sums, self.mma_kind)
                     for z in cutlass.range_constexpr(4):
                         acc[at + z] = d[z]
         self.release(tile.slot)
@@ -182,22 +199,24 @@ class WarpsApart(TileMath):
         have met for the maxima); the owner of a block adds the four. A lane reads what its like in
         the other warps wrote.
         """
-        for r in cutlass.range_constexpr(2):
-            if lags[r] != MAX_LAG:
-                state.rMax[r] = Float32(NO_KEY)
-        self._raise_maxima([state.rMax[0], state.rMax[1]], acc, state)
+        rows = 2 * self.row_blocks
+        for i in cutlass.range_constexpr(rows):
+            if lags[i] != MAX_LAG:
+                state.rMax[i] = Float32(NO_KEY)
+        self._raise_maxima([state.rMax[i] for i in range(rows)], acc, state)
         # (owners, warps, blocks of an owner) of 16 bytes a lane.
-        lane, of_warp = self.smem.p + self.lane * 16, self.units * 512
+        blocks = self.units * self.row_blocks
+        lane, of_warp = self.smem.p + self.lane * 16, blocks * 512
         for owner in cutlass.range_constexpr(4):
-            for u in cutlass.range_constexpr(self.units):
-                at = 4 * (owner * self.units + u)
+            for u in cutlass.range_constexpr(blocks):
+                at = 4 * (owner * blocks + u)
                 dsl.st_shared_f32x4(
                     lane + (4 * owner + self.warp) * of_warp + u * 512,
                     acc[at], acc[at + 1], acc[at + 2], acc[at + 3],
                 )  # fmt: skip
         self.barrier()
         own = lane + self.warp * (4 * of_warp)
-        for u in cutlass.range_constexpr(self.units):
+        for u in cutlass.range_constexpr(blocks):
             total = [Float32(0.0) for _ in range(4)]
             for w in cutlass.range_constexpr(4):
                 part = dsl.ld_shared_f32x4(own + w * of_warp + u * 512)
