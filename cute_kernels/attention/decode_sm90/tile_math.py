@@ -89,8 +89,8 @@ class TileMath(ConsumerLane):
                 s = steps * word + i
                 for n in cutlass.range_constexpr(self.row_blocks):
                     if const_expr(not self.config.queries_in_smem):
-                        word = n * (self.config.head_size // 8) + 8 * p + 2 * s
-                        b = (rQ[word], rQ[word + 1])
+                        at = n * (self.config.head_size // 8) + 8 * p + 2 * s
+                        b = (rQ[at], rQ[at + 1])
                     else:
                         if const_expr(s % 2 == 0):
                             pair = self._query_fragments(2 * p + s // 2)
