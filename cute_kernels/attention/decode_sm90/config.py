@@ -97,7 +97,7 @@ class DecodeConfig:
 
     @property
     def uses_wgmma(self) -> bool:
-        """16 and more rows feed register-A wgmma; 8 rows are served by mma.sync alone."""
+        """Register-A wgmma; 8 rows, and 16 where warps are apart, are served by mma.sync alone."""
         return self.rows >= 16 and not self.warps_apart
 
     @property
@@ -115,7 +115,7 @@ class DecodeConfig:
         """Whether the producer brings an item's queries (staging.py), where that costs no slot."""
         if self.loader_only or self.head_size == 256:
             return False
-        return self.kv_format == "fp8_e4m3" and self.rows == 8
+        return self.kv_format == "fp8_e4m3" and (self.rows == 8 or self.warps_apart)
 
     @property
     def asks_first(self) -> bool:
@@ -143,8 +143,9 @@ class DecodeConfig:
         """Whether a warp multiplies its own tokens' probabilities with their values, for all of the
         head: no exchange between warps but at the end of an item's part. It takes four times as
         many accumulators (H200, B32 S8192 64/8: FP8 D64 72.0 -> 67.8 us, from L2 70.9 -> 40.4)."""
-        rows = 2048 // self.head_size if self.kv_format == "fp8_e4m3" else 8
-        return self.converts and self.rows <= rows and self.head_size <= 128
+        if self.kv_format == "fp8_e4m3" and self.head_size == 64:
+            return self.rows <= 16
+        return self.converts and self.rows == 8 and self.head_size <= 128
 
     @property
     def release_arrivals(self) -> int:

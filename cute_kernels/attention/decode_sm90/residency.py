@@ -26,7 +26,7 @@ _RESIDENCY_FP8 = {
     (128, 64): (2, 216),
     (64, 8): (2, 0),
     (64, 16): (2, 0),
-    (64, 32): (2, 216),
+    (64, 32): (2, 0),
     (64, 64): (2, 216),
 }
 # NVFP4 is bound by the issue of instructions, not by loads: it wants more warps, as long as nothing
