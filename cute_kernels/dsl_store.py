@@ -289,6 +289,13 @@ def atomic_add_acq_rel_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def compare_and_swap_gpu(address: Int64, expected: Int32, x: Int32, *, loc=None, ip=None):
+    """What was there before. Orders nothing."""
+    ptx = "atom.relaxed.gpu.global.cas.b32 $0, [$1], $2, $3;"
+    return _asm([Int32], [address, expected, x], ptx, "=r,l,r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def ld_shared_b64(address: Int32, *, loc=None, ip=None):
     return _asm([Int64], [address], "ld.shared.b64 $0, [$1];", "=l,r,~{memory}", True, loc, ip)
 

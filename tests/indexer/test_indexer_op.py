@@ -14,8 +14,8 @@ from cute_kernels.indexer.arguments import check_k, check_q
 from cute_kernels.indexer.config import (
     HEAD_SIZES,
     MAX_HEAD_SIZE,
-    SCANNED_TOKENS,
     TARGETS,
+    TURNS,
     k_config,
     k_support_table,
     q_config,
@@ -41,10 +41,20 @@ class Recorder:
         self.calls.append(groups)
 
 
+class Compiled(dict):
+    """{kernel: (variant, recorder)}; claims: memory for them, by its number of words."""
+
+    claims: dict[int, torch.Tensor]
+
+
 @pytest.fixture
 def compiled(monkeypatch):
-    """{kernel: (variant, recorder)} of what is compiled, on a device of 132 SMs."""
-    found: dict[str, tuple] = {}
+    """What is compiled, on a device of 132 SMs."""
+    found = Compiled()
+    found.claims = {}
+
+    def zeros(device, stream, count):
+        return found.claims.setdefault(count, torch.zeros(count, dtype=torch.int32))
 
     def stand_in(kernel, config, device, target):
         return found.setdefault(kernel, (config, Recorder()))[1]
@@ -52,6 +62,8 @@ def compiled(monkeypatch):
     monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 132))
     monkeypatch.setattr(arch, "current_device", lambda: None)
     monkeypatch.setattr(op, "_compiled", stand_in)
+    monkeypatch.setattr(op, "current_stream", lambda index: 7)
+    monkeypatch.setattr(op, "counters_for", zeros)
     return found
 
 
@@ -152,14 +164,16 @@ def test_a_launch_of_k(compiled, ratio, cache_format):
     assert config == k_config(cache_format, 128, 8 if ratio == 4 else 128, "sm_90a")
     ((slots, *groups),) = recorder.calls
     assert slots is call.slot_mapping
-    kinds = (k_kernel.Tokens, k_kernel.State, k_kernel.Rotary, k_kernel.Norm, k_kernel.Cache)
+    kinds = (
+        k_kernel.Tokens, k_kernel.Claims, k_kernel.State, k_kernel.Rotary, k_kernel.Norm,
+        k_kernel.Cache,
+    )  # fmt: skip
     assert all(fits(group, kind) for group, kind in zip(groups, kinds, strict=True))
-    state = k_kernel.State(*groups[1])
+    state = k_kernel.State(*groups[2])
     assert (state.window, state.late_rows) == (8 if ratio == 4 else 128, ratio)
     assert (state.vector, state.element) == (1, 4)
-    assert "indexer_claim" not in compiled and k_kernel.Tokens(*groups[0]).owner == 0
     # Blocks at odd addresses, as KCall has them.
-    assert k_kernel.Cache(*groups[4]).aligned == 0
+    assert k_kernel.Cache(*groups[5]).aligned == 0
 
 
 def test_states_that_do_not_allow_16_byte_loads_have_a_variant_of_their_own(compiled):
@@ -184,13 +198,24 @@ def test_tokens_are_dealt_to_what_is_resident(compiled):
         compiled.clear()
 
 
-def test_long_calls_claim_their_slots_first(compiled):
-    case = KCase("case", "mxfp4", 4, 1, lengths=(SCANNED_TOKENS + 4,))
-    call = check_k(**KCall(case).arguments)
+@pytest.mark.parametrize("count", (1, 2, 3, 4096, 4097))
+def test_memory_for_claims(compiled, count):
+    """A word for each CTA and two tables: at most half full, of a power of two of buckets."""
+    case = KCase("case", "mxfp4", 4, 1, lengths=(4096,))
+    arguments = KCall(case).arguments
+    call = check_k(**arguments | {"slot_mapping": arguments["slot_mapping"][:count]})
     op.prepare_k(call).go(*interface._k_tensors(call))
-    ((_, tokens),) = compiled["indexer_claim"][1].calls
-    ((_, same, *_),) = compiled["indexer_k_sm90"][1].calls
-    assert tokens == same and tokens[-1] != 0
+    ((_, tokens, (memory, buckets), *_),) = compiled["indexer_k_sm90"][1].calls
+    assert 2 * count <= buckets < 4 * count and buckets & (buckets - 1) == 0
+    assert memory == compiled.claims[TURNS + 2 * buckets].data_ptr()
+    assert -(-tokens[0] // tokens[1]) <= TURNS
+
+
+def test_a_gpu_of_many_sms_has_no_more_ctas_than_words(compiled, monkeypatch):
+    monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 400))
+    call = check_k(**KCall(KCase("case", "mxfp4", 4, 1, lengths=(4096,))).arguments)
+    count, span = op.prepare_k(call).tokens[:2]
+    assert TURNS - 64 < -(-count // span) <= TURNS
 
 
 # ---- both ----------------------------------------------------------------------------------------
