@@ -139,8 +139,7 @@ class IndexerK(Compressor):
         slots = mSlots.iterator.toint()
         first = cta * tokens.span
         end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
-        if first + tid < end:
-            self.rows.prefetch(slots, tokens, first + tid)
+        self.rows.prefetch(slots, tokens, claims, first + tid, end)
         self.rows.clear(memory)
         # In this order: what is launched now may read what the kernels before this one wrote.
         cute.arch.griddepcontrol_wait()
@@ -148,15 +147,17 @@ class IndexerK(Compressor):
         cute.arch.sync_threads()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
             count, turn = self.rows.gather(slots, tokens, claims, memory, start, end)
+            done = start + self.config.threads >= end
+            # The last warp is the last to get rows.
+            if claims.buckets > 0 and done and tid >= self.config.threads - 32:
+                claims.hand_on(turn)
             warp = self.independent_warp()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
                 self._row(tokens, claims, state, rotary, norm, cache, memory, shared, i, turn)
-            if start + self.config.threads < end:
+            if not done:
                 cute.arch.sync_threads()
                 self.rows.clear(memory)
                 cute.arch.sync_threads()
-            else:
-                claims.hand_on(turn)
 
     @cute.jit
     def _row(
@@ -175,14 +176,13 @@ class IndexerK(Compressor):
         """Compress and insert row i of the list; all lanes take part."""
         entry = self.rows.entry(memory, i)
         early = partial(self._early, tokens, claims, rotary, norm, entry, state.head_size, turn)
-        late = partial(self._late, claims, entry.slot, turn)
-        channels, (factors, won) = self.window(state, entry, early, late)
+        late = partial(self._late, claims, memory, entry, turn)
+        channels, (factors, stored) = self.window(state, entry, early, late)
         compressed = self.compressed(shared, channels)
-        won = dsl.shuffle_from_lane(won, Int32(0))
         if self.warp() == 0:
             # Read again instead of kept in registers.
             slot = self.rows.entry(memory, i).slot
-            self._finish(rotary, norm, cache, slot, compressed, factors, won)
+            self._finish(rotary, norm, cache, slot, compressed, factors, stored)
 
     @cute.jit
     def _early(
@@ -195,23 +195,23 @@ class IndexerK(Compressor):
         head_size: Int32,
         turn: Int32,
     ):
-        """Ask for what multiplies the row, and in lane 0 for its slot."""
+        """Ask for the row's slot, and for what multiplies the row."""
         found = Int32(0)
-        if self._claims():
+        if claims.buckets > 0 and self.warp() == 0:
             found = claims.ask(turn, entry.slot)
         return self._factors_of(tokens, rotary, norm, entry.position, head_size), found
 
     @cute.jit
-    def _late(self, claims: Claims, slot: Int32, turn: Int32, asked):
+    def _late(self, claims: Claims, memory: Memory, entry: Entry, turn: Int32, asked):
+        """What multiplies the row, and 1 if it is the one to be stored of those with its slot."""
         factors, found = asked
-        won = Int32(0)
-        if self._claims():
-            won = claims.won(turn, slot, found)
-        return factors, won
-
-    def _claims(self):
-        """Whether a thread is the one that claims the slot of its warps' row."""
-        return self.warp() + cute.arch.lane_idx() == 0
+        stored = Int32(0)
+        if self.warp() == 0:
+            if claims.buckets > 0:
+                stored = claims.won(turn, entry.slot, found)
+            else:
+                stored = self.rows.is_first(memory, entry)
+        return factors, stored
 
     def _factors_of(
         self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int32, head_size: Int32
@@ -254,7 +254,7 @@ class IndexerK(Compressor):
         slot: Int32,
         compressed,
         factors,
-        won: Int32,
+        stored: Int32,
     ):
         """By one warp: from its lanes' channels to stored bytes."""
         lane = cute.arch.lane_idx()
@@ -277,7 +277,7 @@ class IndexerK(Compressor):
         data = cache.data + Int64(block) * cache.block
         values = data + Int64(row_of_block) * Int64(cache.row_values)
         scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
-        if won != 0:
+        if stored != 0:
             for v in cutlass.range_constexpr(self.config.vectors):
                 channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
                 if channel < head_size:

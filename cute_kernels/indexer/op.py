@@ -22,7 +22,6 @@ from cute_kernels.indexer.config import (
     MAX_HEADS,
     Q_THREADS,
     TARGETS,
-    TOKEN_BUCKETS,
     TURNS,
     Table,
     k_config,
@@ -211,8 +210,10 @@ class KLaunch(NamedTuple):
     ) -> None:  # fmt: skip
         slots = slot_mapping.contiguous()
         count, span, position, sequence, ratio = self.tokens
-        stream = current_stream(self.device.index)
-        claims = counters_for(self.device, stream, TURNS + 2 * self.buckets)
+        claims = 0
+        if self.buckets:
+            stream = current_stream(self.device.index)
+            claims = counters_for(self.device, stream, TURNS + 2 * self.buckets).data_ptr()
         at_state, at_cache = state_cache.data_ptr(), k_cache.data_ptr()
         at_norm = norm_weight.data_ptr()
         vector = int(self.vectors and at_state % 16 == 0)
@@ -228,7 +229,7 @@ class KLaunch(NamedTuple):
                 ratio,
                 self.capacity,
             ),
-            (claims.data_ptr(), self.buckets),
+            (claims, self.buckets),
             (at_state, vector, *self.state, state_block_table.data_ptr(), *self.table),
             (cos_sin_cache.data_ptr(), *self.rotary),
             (at_norm, int(self.norm_kind[at_norm % self.norm_bytes != 0]), *self.norm),
@@ -255,7 +256,7 @@ def prepare_k(call: IndexerK) -> KLaunch:
         function=_compiled(kernel_name("k", arch.target), config, device, arch.target),
         device=device,
         capacity=blocks * block_size,
-        buckets=1 << (TOKEN_BUCKETS * count - 1).bit_length(),
+        buckets=config.buckets(count),
         tokens=(
             count,
             span,

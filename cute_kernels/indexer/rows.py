@@ -2,12 +2,17 @@
 
 A thread looks at a token, whose slot, position and sequence are loaded at once. What completes a
 row is listed, so that warps get as many rows as others wherever the complete tokens are.
+
+A call with a thread of each CTA for each of its tokens is looked at by each CTA as a whole, so that
+it knows which slots are repeated: the first token's row is stored. In longer calls rows claim their
+slots (`claims.py`).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -29,9 +34,11 @@ class Entry(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory of a list: addresses."""
+    """Shared memory of a list: addresses. slots: of the call's tokens, -1 for those without a row;
+    if it has a thread for each."""
 
     entries: Int32
+    slots: Int32
     count: Int32
     turn: Int32
 
@@ -42,14 +49,20 @@ class Rows:
 
     def memory(self, shared: Int32) -> Memory:
         """`config.list_bytes` from an address on."""
-        count = shared + ENTRY_BYTES * self.config.threads
-        return Memory(shared, count, count + 4)
+        slots = shared + ENTRY_BYTES * self.config.threads
+        count = slots + 4 * self.config.threads
+        return Memory(shared, slots, count, count + 4)
 
-    def prefetch(self, slots, tokens: Tokens, token: Int32):
+    @cute.jit
+    def prefetch(self, slots, tokens: Tokens, claims: Claims, token: Int32, end: Int32):
         """Bring what is known of a token to L2; that may be before it is written."""
-        dsl_store.prefetch_l2(slot_at(slots, token))
-        dsl_store.prefetch_l2(tokens.positions + Int64(token) * tokens.position)
-        dsl_store.prefetch_l2(tokens.sequences + Int64(token) * tokens.sequence)
+        tid, _, _ = cute.arch.thread_idx()
+        if token < end:
+            dsl_store.prefetch_l2(slot_at(slots, token))
+            dsl_store.prefetch_l2(tokens.positions + Int64(token) * tokens.position)
+            dsl_store.prefetch_l2(tokens.sequences + Int64(token) * tokens.sequence)
+        if tid == 0 and claims.buckets > 0:
+            dsl_store.prefetch_l2(claims.turn_at())
 
     @cute.jit
     def clear(self, memory: Memory):
@@ -66,14 +79,23 @@ class Rows:
         whose turn it is (`claims.py`)."""
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
+        first, last = start, end - 1
+        if claims.buckets == 0:
+            first, last = Int32(0), tokens.tokens - 1
         # Warps without a token ask for nothing.
-        if start + (tid & -32) < end:
-            token = start + tid
-            near = dsl_store.min_s32(token, end - 1)
+        if first + (tid & -32) <= last:
+            token = first + tid
+            near = dsl_store.min_s32(token, last)
             slot = dsl_store.ld_global_b64(slot_at(slots, near))
             position, sequence = position_of(tokens, near), sequence_of(tokens, near)
-            turn = claims.turn()
-            live = completes(tokens, slot, position) & Int32(token < end)
+            turn = Int32(0)
+            if claims.buckets > 0:
+                turn = dsl_store.ld_volatile_b32(claims.turn_at())
+            low = Int32(slot)
+            live = completes(tokens, slot, position)
+            if claims.buckets == 0:
+                dsl.st_shared_b32(memory.slots + 4 * tid, low | (live - 1))
+            live = live & Int32(token >= start) & Int32(token < end)
             bits = Int32(cute.arch.vote_ballot_sync(live != 0))
             if bits != 0:
                 before = Int32(0)
@@ -84,11 +106,20 @@ class Rows:
                 if live != 0:
                     rank = Int32(cute.arch.popc(bits & ((Int32(1) << lane) - 1)))
                     place = memory.entries + ENTRY_BYTES * (before + rank)
-                    dsl.st_shared_b32x4(place, token, Int32(slot), Int32(position), sequence)
+                    dsl.st_shared_b32x4(place, token, low, Int32(position), sequence)
             if tid == 0:
                 dsl.st_shared_b32(memory.turn, turn)
         cute.arch.sync_threads()
         return dsl.ld_shared_b32x2(memory.count)
+
+    @cute.jit
+    def is_first(self, memory: Memory, entry: Entry) -> Int32:
+        """1 if no earlier token of the call has a row for this slot."""
+        earlier = Int32(0)
+        for i in cutlass.range(cute.arch.lane_idx(), entry.token, 32, unroll=1):
+            if dsl.ld_shared_b32(memory.slots + 4 * i) == entry.slot:
+                earlier = Int32(1)
+        return Int32(cute.arch.vote_ballot_sync(earlier != 0) == 0)
 
     def entry(self, memory: Memory, i: Int32) -> Entry:
         return Entry(*dsl.ld_shared_b32x4(memory.entries + ENTRY_BYTES * i))

@@ -198,17 +198,36 @@ def test_tokens_are_dealt_to_what_is_resident(compiled):
         compiled.clear()
 
 
-@pytest.mark.parametrize("count", (1, 2, 3, 4096, 4097))
-def test_memory_for_claims(compiled, count):
-    """A word for each CTA and two tables: at most half full, of a power of two of buckets."""
-    case = KCase("case", "mxfp4", 4, 1, lengths=(4096,))
+@pytest.mark.parametrize(
+    "count, buckets", ((257, 4096), (2048, 16384), (4097, 16384), (9000, 32768))
+)
+def test_memory_for_claims(compiled, count, buckets):
+    """A word for each CTA and two tables."""
+    case = KCase("case", "mxfp4", 4, 1, lengths=(9000,))
     arguments = KCall(case).arguments
     call = check_k(**arguments | {"slot_mapping": arguments["slot_mapping"][:count]})
     op.prepare_k(call).go(*interface._k_tensors(call))
-    ((_, tokens, (memory, buckets), *_),) = compiled["indexer_k_sm90"][1].calls
-    assert 2 * count <= buckets < 4 * count and buckets & (buckets - 1) == 0
-    assert memory == compiled.claims[TURNS + 2 * buckets].data_ptr()
+    ((_, tokens, claims, *_),) = compiled["indexer_k_sm90"][1].calls
+    assert claims == (compiled.claims[TURNS + 2 * buckets].data_ptr(), buckets)
     assert -(-tokens[0] // tokens[1]) <= TURNS
+
+
+def test_calls_that_a_cta_looks_at_as_a_whole_claim_nothing(compiled):
+    for ratio, threads in ((4, 256), (128, 512)):
+        case = KCase("case", "mxfp4", ratio, int(ratio == 4), lengths=(threads - 1,))
+        call = check_k(**KCall(case).arguments)
+        op.prepare_k(call).go(*interface._k_tensors(call))
+        config, recorder = compiled.pop("indexer_k_sm90")
+        assert (config.threads, recorder.calls[0][2]) == (threads, (0, 0))
+        assert config.buckets(threads + 1) > 0 and not compiled.claims
+
+
+def test_tables_are_at_most_half_full():
+    config = k_config("mxfp4", 128, 8, "sm_90a")
+    for tokens in range(1, 40_000, 7):
+        buckets = config.buckets(tokens)
+        assert buckets == 0 or 2 * tokens <= buckets < max(4 * tokens, 16385)
+        assert buckets & (buckets - 1) == 0
 
 
 def test_a_gpu_of_many_sms_has_no_more_ctas_than_words(compiled, monkeypatch):

@@ -16,6 +16,7 @@ import torch
 
 from cute_kernels import compress_norm_rope_insert
 from cute_kernels.indexer import interface, op
+from cute_kernels.indexer.config import k_config
 from cute_kernels.prepared import PreparedCalls
 from tests.indexer.gpu_helpers import GpuCall, kernel, on_gpu, strided_copy
 from tests.indexer.helpers import (
@@ -132,7 +133,8 @@ def test_slots(kernel, cache_format):
     check(call, run(GpuCall(call)))
 
 
-REPEATS = ((1, 700), (4, 900), (4, 8000), (4, 12_000), (128, 8064))
+# Calls that each CTA looks at as a whole, and others, with windows of up to 8 rows and longer ones.
+REPEATS = ((4, 200), (16, 400), (1, 700), (4, 900), (4, 8000), (4, 12_000), (128, 8064))
 
 
 @pytest.mark.parametrize("ratio, length", REPEATS)
@@ -173,19 +175,16 @@ def check_repeats(cache_format: str, ratio: int, length: int) -> None:
 
 def test_slots_of_one_bucket(kernel):
     """Slots that are all a multiple of the call's buckets apart: each has its row."""
-    case = KCase("case", "mxfp4", 4, 1, lengths=(48 * 4,), block_size=64)
+    case = KCase("case", "mxfp4", 4, 1, lengths=(260,), block_size=64)
     call = KCall(case)
-    buckets = 512  # for 193 tokens
+    slots = torch.arange(65) * k_config("mxfp4", 128, 8, "sm_90a").buckets(261) + 7
+    shape = (int(slots[-1]) // 64 + 1, 64, sum(case.row_bytes))
+    call.memory = torch.full((call.offset + shape[0] * call.block_stride,), SENTINEL).byte()
+    strides = (call.block_stride, shape[2], 1)
+    call.arguments["k_cache"] = call.memory.as_strided(shape, strides, call.offset)
     complete = (call.arguments["positions"][:-1] + 1) % 4 == 0
-    apart = torch.arange(48) * buckets + 7
-    call.memory = torch.full((call.offset + 48 * 8 * call.block_stride,), SENTINEL).byte()
-    call.arguments["k_cache"] = call.memory.as_strided(
-        (48 * 8, 64, sum(case.row_bytes)),
-        (call.block_stride, sum(case.row_bytes), 1),
-        call.offset,
-    )
-    call.arguments["slot_mapping"][:-1][complete] = apart
-    call.rows = [(slot, *row[1:]) for slot, row in zip(apart.tolist(), call.rows, strict=True)]
+    call.arguments["slot_mapping"][:-1][complete] = slots
+    call.rows = [(slot, *row[1:]) for slot, row in zip(slots.tolist(), call.rows, strict=True)]
     check(call, run(GpuCall(call)))
 
 
@@ -193,8 +192,8 @@ def test_calls_after_one_another(kernel):
     """Each finds no claims of those before, which had its slots and memory for claims, nor of
     another stream's, however many CTAs they have."""
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
-    for count in (61, 33, 40, 61, 61, 35):
-        calls = [KCall(replace(DEFAULT, lengths=(60,))) for _ in streams]
+    for count in (301, 260, 280, 301, 301, 270):
+        calls = [KCall(replace(DEFAULT, lengths=(300,))) for _ in streams]
         for call in calls:
             call.arguments["slot_mapping"] = call.arguments["slot_mapping"][:count]
             call.rows = [row for row in call.rows if row[2] < count]
