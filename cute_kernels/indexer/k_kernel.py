@@ -146,18 +146,17 @@ class IndexerK(Compressor):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
-            count, turn = self.rows.gather(slots, tokens, claims, memory, start, end)
-            done = start + self.config.threads >= end
-            # The last warp is the last to get rows.
-            if claims.buckets > 0 and done and tid >= self.config.threads - 32:
-                claims.hand_on(turn)
+            count = self.rows.gather(slots, tokens, claims, memory, start, end)
             warp = self.independent_warp()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
-                self._row(tokens, claims, state, rotary, norm, cache, memory, shared, i, turn)
-            if not done:
+                self._row(tokens, claims, state, rotary, norm, cache, memory, shared, i)
+            if start + self.config.threads < end:
                 cute.arch.sync_threads()
                 self.rows.clear(memory)
                 cute.arch.sync_threads()
+        # The last warp is the last to get rows.
+        if claims.buckets > 0 and tid >= self.config.threads - 32:
+            claims.hand_on(self.rows.turn(memory))
 
     @cute.jit
     def _row(
@@ -171,47 +170,49 @@ class IndexerK(Compressor):
         memory: Memory,
         shared: Int32,
         i: Int32,
-        turn: Int32,
     ):
         """Compress and insert row i of the list; all lanes take part."""
         entry = self.rows.entry(memory, i)
-        early = partial(self._early, tokens, claims, rotary, norm, entry, state.head_size, turn)
-        late = partial(self._late, claims, memory, entry, turn)
-        channels, (factors, stored) = self.window(state, entry, early, late)
+        early = partial(self._early, tokens, claims, memory, rotary, norm, entry, state.head_size)
+        late = partial(self._late, claims, memory, i, entry)
+        channels, factors = self.window(state, entry, early, late)
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
-            # Read again instead of kept in registers.
+            # Read again instead of kept in registers, and because it may be dropped.
             slot = self.rows.entry(memory, i).slot
-            self._finish(rotary, norm, cache, slot, compressed, factors, stored)
+            self._finish(rotary, norm, cache, slot, compressed, factors)
 
     @cute.jit
     def _early(
         self,
         tokens: Tokens,
         claims: Claims,
+        memory: Memory,
         rotary: Rotary,
         norm: Norm,
         entry: Entry,
         head_size: Int32,
-        turn: Int32,
     ):
         """Ask for the row's slot, and for what multiplies the row."""
         found = Int32(0)
         if claims.buckets > 0 and self.warp() == 0:
-            found = claims.ask(turn, entry.slot)
+            found = claims.ask(self.rows.turn(memory), entry.slot)
         return self._factors_of(tokens, rotary, norm, entry.position, head_size), found
 
     @cute.jit
-    def _late(self, claims: Claims, memory: Memory, entry: Entry, turn: Int32, asked):
-        """What multiplies the row, and 1 if it is the one to be stored of those with its slot."""
+    def _late(self, claims: Claims, memory: Memory, i: Int32, entry: Entry, asked):
+        """What multiplies the row, by what `_early` asked for. Row i is dropped where another with
+        its slot is stored."""
         factors, found = asked
-        stored = Int32(0)
         if self.warp() == 0:
+            stored = Int32(0)
             if claims.buckets > 0:
-                stored = claims.won(turn, entry.slot, found)
+                stored = claims.won(self.rows.turn(memory), entry.slot, found)
             else:
                 stored = self.rows.is_first(memory, entry)
-        return factors, stored
+            if stored == 0:
+                self.rows.drop(memory, i)
+        return factors
 
     def _factors_of(
         self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int32, head_size: Int32
@@ -254,7 +255,6 @@ class IndexerK(Compressor):
         slot: Int32,
         compressed,
         factors,
-        stored: Int32,
     ):
         """By one warp: from its lanes' channels to stored bytes."""
         lane = cute.arch.lane_idx()
@@ -277,7 +277,7 @@ class IndexerK(Compressor):
         data = cache.data + Int64(block) * cache.block
         values = data + Int64(row_of_block) * Int64(cache.row_values)
         scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
-        if stored != 0:
+        if slot >= 0:
             for v in cutlass.range_constexpr(self.config.vectors):
                 channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
                 if channel < head_size:

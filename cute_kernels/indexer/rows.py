@@ -22,10 +22,12 @@ from cute_kernels.indexer.config import ENTRY_BYTES, IndexerKConfig
 from cute_kernels.indexer.tokens import Tokens, completes, position_of, sequence_of
 
 SLOT_BYTES = 8
+# Of `Entry.slot`.
+_SLOT_BYTE = 4
 
 
 class Entry(NamedTuple):
-    """What a complete token has; its slot and position are below 2^31."""
+    """What a complete token has; its slot and position are below 2^31. slot: -1 once dropped."""
 
     token: Int32
     slot: Int32
@@ -75,8 +77,7 @@ class Rows:
     def gather(
         self, slots, tokens: Tokens, claims: Claims, memory: Memory, start: Int32, end: Int32
     ):
-        """List the complete ones of a CTA's tokens from `start` on, one a thread: their number, and
-        whose turn it is (`claims.py`)."""
+        """List the complete ones of a CTA's tokens from `start` on, one a thread: their number."""
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         first, last = start, end - 1
@@ -110,7 +111,16 @@ class Rows:
             if tid == 0:
                 dsl.st_shared_b32(memory.turn, turn)
         cute.arch.sync_threads()
-        return dsl.ld_shared_b32x2(memory.count)
+        return dsl.ld_shared_b32(memory.count)
+
+    def turn(self, memory: Memory) -> Int32:
+        """Whose turn it is (`claims.py`)."""
+        return dsl.ld_shared_b32(memory.turn)
+
+    def drop(self, memory: Memory, i: Int32):
+        """Leave row i of the list without a slot; by all lanes of the warp that reads it."""
+        dsl.st_shared_b32(memory.entries + ENTRY_BYTES * i + _SLOT_BYTE, Int32(-1))
+        cute.arch.sync_warp()
 
     @cute.jit
     def is_first(self, memory: Memory, entry: Entry) -> Int32:
