@@ -141,10 +141,10 @@ class IndexerK(Compressor):
         end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
         self.rows.prefetch(slots, tokens, claims, first + tid, end)
         self.rows.clear(memory)
+        cute.arch.sync_threads()
         # In this order: what is launched now may read what the kernels before this one wrote.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
             count = self.rows.gather(slots, tokens, claims, memory, start, end)
             warp = self.independent_warp()
@@ -174,13 +174,13 @@ class IndexerK(Compressor):
         """Compress and insert row i of the list; all lanes take part."""
         entry = self.rows.entry(memory, i)
         early = partial(self._early, tokens, claims, memory, rotary, norm, entry, state.head_size)
-        late = partial(self._late, claims, memory, i, entry)
-        channels, factors = self.window(state, entry, early, late)
+        late = partial(self._late, claims, memory, entry)
+        channels, (factors, stored) = self.window(state, entry, early, late)
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
-            # Read again instead of kept in registers, and because it may be dropped.
+            # Read again instead of kept in registers.
             slot = self.rows.entry(memory, i).slot
-            self._finish(rotary, norm, cache, slot, compressed, factors)
+            self._finish(rotary, norm, cache, slot, compressed, factors, stored)
 
     @cute.jit
     def _early(
@@ -200,19 +200,16 @@ class IndexerK(Compressor):
         return self._factors_of(tokens, rotary, norm, entry.position, head_size), found
 
     @cute.jit
-    def _late(self, claims: Claims, memory: Memory, i: Int32, entry: Entry, asked):
-        """What multiplies the row, by what `_early` asked for. Row i is dropped where another with
-        its slot is stored."""
+    def _late(self, claims: Claims, memory: Memory, entry: Entry, asked):
+        """What multiplies the row, and 1 if it is the one to be stored of those with its slot."""
         factors, found = asked
+        stored = Int32(0)
         if self.warp() == 0:
-            stored = Int32(0)
             if claims.buckets > 0:
                 stored = claims.won(self.rows.turn(memory), entry.slot, found)
             else:
                 stored = self.rows.is_first(memory, entry)
-            if stored == 0:
-                self.rows.drop(memory, i)
-        return factors
+        return factors, stored
 
     def _factors_of(
         self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int32, head_size: Int32
@@ -255,6 +252,7 @@ class IndexerK(Compressor):
         slot: Int32,
         compressed,
         factors,
+        stored: Int32,
     ):
         """By one warp: from its lanes' channels to stored bytes."""
         lane = cute.arch.lane_idx()
@@ -277,7 +275,7 @@ class IndexerK(Compressor):
         data = cache.data + Int64(block) * cache.block
         values = data + Int64(row_of_block) * Int64(cache.row_values)
         scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
-        if slot >= 0:
+        if stored != 0:
             for v in cutlass.range_constexpr(self.config.vectors):
                 channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
                 if channel < head_size:

@@ -22,12 +22,10 @@ from cute_kernels.indexer.config import ENTRY_BYTES, IndexerKConfig
 from cute_kernels.indexer.tokens import Tokens, completes, position_of, sequence_of
 
 SLOT_BYTES = 8
-# Of `Entry.slot`.
-_SLOT_BYTE = 4
 
 
 class Entry(NamedTuple):
-    """What a complete token has; its slot and position are below 2^31. slot: -1 once dropped."""
+    """What a complete token has; its slot and position are below 2^31."""
 
     token: Int32
     slot: Int32
@@ -80,34 +78,38 @@ class Rows:
         """List the complete ones of a CTA's tokens from `start` on, one a thread: their number."""
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
-        first, last = start, end - 1
+        own = end - start
+        looked_at = own
         if claims.buckets == 0:
-            first, last = Int32(0), tokens.tokens - 1
+            looked_at = tokens.tokens
         # Warps without a token ask for nothing.
-        if first + (tid & -32) <= last:
-            token = first + tid
-            near = dsl_store.min_s32(token, last)
-            slot = dsl_store.ld_global_b64(slot_at(slots, near))
-            position, sequence = position_of(tokens, near), sequence_of(tokens, near)
+        if tid & -32 < looked_at:
+            # Its own tokens first: the first warps have them.
+            token = start + dsl_store.min_s32(tid, looked_at - 1)
+            if token >= tokens.tokens:
+                token = token - tokens.tokens
+            slot = dsl_store.ld_global_b64(slot_at(slots, token))
+            position, sequence = position_of(tokens, token), sequence_of(tokens, token)
             turn = Int32(0)
             if claims.buckets > 0:
                 turn = dsl_store.ld_volatile_b32(claims.turn_at())
             low = Int32(slot)
             live = completes(tokens, slot, position)
-            if claims.buckets == 0:
-                dsl.st_shared_b32(memory.slots + 4 * tid, low | (live - 1))
-            live = live & Int32(token >= start) & Int32(token < end)
+            if claims.buckets == 0 and tid < looked_at:
+                dsl.st_shared_b32(memory.slots + 4 * token, low | (live - 1))
+            live = live & Int32(tid < own)
             bits = Int32(cute.arch.vote_ballot_sync(live != 0))
-            if bits != 0:
-                before = Int32(0)
+            before, more = Int32(0), Int32(cute.arch.popc(bits))
+            if own > 32:
                 if lane == 0:
-                    more = Int32(cute.arch.popc(bits))
                     before = dsl_store.atomic_add_shared(memory.count, more)
                 before = dsl.shuffle_from_lane(before, Int32(0))
-                if live != 0:
-                    rank = Int32(cute.arch.popc(bits & ((Int32(1) << lane) - 1)))
-                    place = memory.entries + ENTRY_BYTES * (before + rank)
-                    dsl.st_shared_b32x4(place, token, low, Int32(position), sequence)
+            elif tid == 0:
+                dsl.st_shared_b32(memory.count, more)
+            if live != 0:
+                rank = Int32(cute.arch.popc(bits & ((Int32(1) << lane) - 1)))
+                place = memory.entries + ENTRY_BYTES * (before + rank)
+                dsl.st_shared_b32x4(place, token, low, Int32(position), sequence)
             if tid == 0:
                 dsl.st_shared_b32(memory.turn, turn)
         cute.arch.sync_threads()
@@ -116,11 +118,6 @@ class Rows:
     def turn(self, memory: Memory) -> Int32:
         """Whose turn it is (`claims.py`)."""
         return dsl.ld_shared_b32(memory.turn)
-
-    def drop(self, memory: Memory, i: Int32):
-        """Leave row i of the list without a slot; by all lanes of the warp that reads it."""
-        dsl.st_shared_b32(memory.entries + ENTRY_BYTES * i + _SLOT_BYTE, Int32(-1))
-        cute.arch.sync_warp()
 
     @cute.jit
     def is_first(self, memory: Memory, entry: Entry) -> Int32:
