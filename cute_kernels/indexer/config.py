@@ -32,8 +32,9 @@ WARP_CHANNELS = 32 * LANE_CHANNELS
 # threads that then join four parts of a channel each meet no bank conflicts.
 JOIN_ROW_BYTES = 4 * (WARP_CHANNELS + 8)
 JOINED_WARPS = 4
-# In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row.
-ENTRY_BYTES = 16
+# In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row, a
+# slot, and a flag; and a barrier.
+ENTRY_BYTES, SLOT_BYTES, FLAG_BYTES, BARRIER_BYTES = 16, 4, 4, 8
 # CTAs that a launch may have (`claims.py`).
 TURNS = 512
 # Calls of up to this many tokens have one CTA an SM (measured between 1,024 and 4,096).
@@ -149,11 +150,11 @@ class IndexerKConfig:
     @property
     def list_bytes(self) -> int:
         """The list of rows (`rows.Memory`)."""
-        return (ENTRY_BYTES + 4) * self.threads + 16
+        return (ENTRY_BYTES + SLOT_BYTES + FLAG_BYTES) * self.threads + 16
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * self.join_floats + self.list_bytes
+        return 4 * self.join_floats + self.list_bytes + BARRIER_BYTES
 
 
 def kernel_name(part: str, target: str) -> str:

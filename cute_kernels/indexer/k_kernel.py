@@ -39,7 +39,7 @@ from cute_kernels.indexer.quantize import (
     table_value,
     table_values,
 )
-from cute_kernels.indexer.rows import Entry, Memory, Rows
+from cute_kernels.indexer.rows import Memory, Rows
 from cute_kernels.indexer.tokens import Tokens
 from cute_kernels.indexer.window import Compressor, State
 from cute_kernels.store.kernel import Divisor, divided
@@ -132,37 +132,51 @@ class IndexerK(Compressor):
         norm: Norm,
         cache: Cache,
     ):
-        shared = self.allocate()
-        memory = self.rows.memory(shared + 4 * self.config.join_floats)
+        shared, settled = self.allocate()
+        memory = self.rows.memory(shared + 4 * self.config.join_floats, settled)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         slots = mSlots.iterator.toint()
         first = cta * tokens.span
         end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
         self.rows.prefetch(slots, tokens, claims, first + tid, end)
-        self.rows.clear(memory)
+        self.rows.begin(memory)
         cute.arch.sync_threads()
         # In this order: what is launched now may read what the kernels before this one wrote.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        phase = Int32(0)
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
             count = self.rows.gather(slots, tokens, claims, memory, start, end)
             warp = self.independent_warp()
+            if self._settles() and warp >= count:
+                self.rows.settle(claims, memory, count)
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
-                self._row(tokens, claims, state, rotary, norm, cache, memory, shared, i)
+                settle = partial(self._settle, claims, memory, count, i == warp)
+                self._row(tokens, state, rotary, norm, cache, memory, shared, i, phase, settle)
             if start + self.config.threads < end:
+                phase = phase ^ 1
                 cute.arch.sync_threads()
                 self.rows.clear(memory)
                 cute.arch.sync_threads()
-        # The last warp is the last to get rows.
-        if claims.buckets > 0 and tid >= self.config.threads - 32:
-            claims.hand_on(self.rows.turn(memory))
+        if claims.buckets > 0 and self._settles():
+            claims.hand_on(dsl.ld_shared_b32(memory.turn))
+
+    def _settles(self):
+        """Whether a thread's warp is the one that finds repeated slots: the last to get rows."""
+        tid, _, _ = cute.arch.thread_idx()
+        return tid >= self.config.threads - 32
+
+    @cute.jit
+    def _settle(self, claims: Claims, memory: Memory, count: Int32, first):
+        """first: whether a row is its warp's first of the list."""
+        if self._settles() and first:
+            self.rows.settle(claims, memory, count)
 
     @cute.jit
     def _row(
         self,
         tokens: Tokens,
-        claims: Claims,
         state: State,
         rotary: Rotary,
         norm: Norm,
@@ -170,46 +184,21 @@ class IndexerK(Compressor):
         memory: Memory,
         shared: Int32,
         i: Int32,
+        phase: Int32,
+        settle,
     ):
         """Compress and insert row i of the list; all lanes take part."""
         entry = self.rows.entry(memory, i)
-        early = partial(self._early, tokens, claims, memory, rotary, norm, entry, state.head_size)
-        late = partial(self._late, claims, memory, entry)
-        channels, (factors, stored) = self.window(state, entry, early, late)
+        factors_of = partial(
+            self._factors_of, tokens, rotary, norm, entry.position, state.head_size
+        )
+        channels, factors = self.window(state, entry, settle, factors_of)
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
             # Read again instead of kept in registers.
             slot = self.rows.entry(memory, i).slot
+            stored = self.rows.is_stored(memory, i, phase)
             self._finish(rotary, norm, cache, slot, compressed, factors, stored)
-
-    @cute.jit
-    def _early(
-        self,
-        tokens: Tokens,
-        claims: Claims,
-        memory: Memory,
-        rotary: Rotary,
-        norm: Norm,
-        entry: Entry,
-        head_size: Int32,
-    ):
-        """Ask for the row's slot, and for what multiplies the row."""
-        found = Int32(0)
-        if claims.buckets > 0 and self.warp() == 0:
-            found = claims.ask(self.rows.turn(memory), entry.slot)
-        return self._factors_of(tokens, rotary, norm, entry.position, head_size), found
-
-    @cute.jit
-    def _late(self, claims: Claims, memory: Memory, entry: Entry, asked):
-        """What multiplies the row, and 1 if it is the one to be stored of those with its slot."""
-        factors, found = asked
-        stored = Int32(0)
-        if self.warp() == 0:
-            if claims.buckets > 0:
-                stored = claims.won(self.rows.turn(memory), entry.slot, found)
-            else:
-                stored = self.rows.is_first(memory, entry)
-        return factors, stored
 
     def _factors_of(
         self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int32, head_size: Int32

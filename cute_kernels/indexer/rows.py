@@ -18,10 +18,8 @@ from cutlass import Int32, Int64
 
 from cute_kernels import dsl, dsl_store
 from cute_kernels.indexer.claims import Claims
-from cute_kernels.indexer.config import ENTRY_BYTES, IndexerKConfig
+from cute_kernels.indexer.config import ENTRY_BYTES, FLAG_BYTES, SLOT_BYTES, IndexerKConfig
 from cute_kernels.indexer.tokens import Tokens, completes, position_of, sequence_of
-
-SLOT_BYTES = 8
 
 
 class Entry(NamedTuple):
@@ -35,23 +33,36 @@ class Entry(NamedTuple):
 
 class Memory(NamedTuple):
     """Shared memory of a list: addresses. slots: of the call's tokens, -1 for those without a row;
-    if it has a thread for each."""
+    if it has a thread for each. flags: 1 for rows that are to be stored, after `settled`."""
 
     entries: Int32
     slots: Int32
+    flags: Int32
     count: Int32
     turn: Int32
+    settled: cute.Pointer
 
 
 class Rows:
     def __init__(self, config: IndexerKConfig):
         self.config = config
 
-    def memory(self, shared: Int32) -> Memory:
-        """`config.list_bytes` from an address on."""
-        slots = shared + ENTRY_BYTES * self.config.threads
-        count = slots + 4 * self.config.threads
-        return Memory(shared, slots, count, count + 4)
+    def memory(self, shared: Int32, settled: cute.Pointer) -> Memory:
+        """`config.list_bytes` from an address on, and a barrier."""
+        threads = self.config.threads
+        slots = shared + ENTRY_BYTES * threads
+        flags = slots + SLOT_BYTES * threads
+        count = flags + FLAG_BYTES * threads
+        return Memory(shared, slots, flags, count, count + 4, settled)
+
+    @cute.jit
+    def begin(self, memory: Memory):
+        """Before a CTA's first barrier."""
+        tid, _, _ = cute.arch.thread_idx()
+        if tid == 0:
+            cute.arch.mbarrier_init(memory.settled, 1)
+            cute.arch.mbarrier_init_fence()
+        self.clear(memory)
 
     @cute.jit
     def prefetch(self, slots, tokens: Tokens, claims: Claims, token: Int32, end: Int32):
@@ -78,7 +89,7 @@ class Rows:
         """List the complete ones of a CTA's tokens from `start` on, one a thread: their number."""
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
-        own = end - start
+        own = dsl_store.min_s32(end - start, Int32(self.config.threads))
         looked_at = own
         if claims.buckets == 0:
             looked_at = tokens.tokens
@@ -96,7 +107,7 @@ class Rows:
             low = Int32(slot)
             live = completes(tokens, slot, position)
             if claims.buckets == 0 and tid < looked_at:
-                dsl.st_shared_b32(memory.slots + 4 * token, low | (live - 1))
+                dsl.st_shared_b32(memory.slots + SLOT_BYTES * token, low | (live - 1))
             live = live & Int32(tid < own)
             bits = Int32(cute.arch.vote_ballot_sync(live != 0))
             before, more = Int32(0), Int32(cute.arch.popc(bits))
@@ -115,23 +126,42 @@ class Rows:
         cute.arch.sync_threads()
         return dsl.ld_shared_b32(memory.count)
 
-    def turn(self, memory: Memory) -> Int32:
-        """Whose turn it is (`claims.py`)."""
-        return dsl.ld_shared_b32(memory.turn)
+    def entry(self, memory: Memory, i: Int32) -> Entry:
+        return Entry(*dsl.ld_shared_b32x4(memory.entries + ENTRY_BYTES * i))
 
     @cute.jit
-    def is_first(self, memory: Memory, entry: Entry) -> Int32:
+    def settle(self, claims: Claims, memory: Memory, count: Int32):
+        """Which rows of the list are to be stored; by one warp."""
+        lane = cute.arch.lane_idx()
+        if claims.buckets > 0:
+            turn = dsl.ld_shared_b32(memory.turn)
+            for i in cutlass.range(lane, count, 32, unroll=1):
+                won = claims.won(turn, self.entry(memory, i).slot)
+                dsl.st_shared_b32(memory.flags + FLAG_BYTES * i, won)
+        else:
+            for i in cutlass.range(count, unroll=1):
+                first = self._is_first(memory, self.entry(memory, i))
+                if lane == 0:
+                    dsl.st_shared_b32(memory.flags + FLAG_BYTES * i, first)
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.settled)
+
+    def is_stored(self, memory: Memory, i: Int32, phase: Int32) -> Int32:
+        """The flag of row i; `phase`: of the barrier."""
+        cute.arch.mbarrier_wait(memory.settled, phase)
+        return dsl.ld_shared_b32(memory.flags + FLAG_BYTES * i)
+
+    @cute.jit
+    def _is_first(self, memory: Memory, entry: Entry) -> Int32:
         """1 if no earlier token of the call has a row for this slot."""
         earlier = Int32(0)
         for i in cutlass.range(cute.arch.lane_idx(), entry.token, 32, unroll=1):
-            if dsl.ld_shared_b32(memory.slots + 4 * i) == entry.slot:
+            if dsl.ld_shared_b32(memory.slots + SLOT_BYTES * i) == entry.slot:
                 earlier = Int32(1)
         return Int32(cute.arch.vote_ballot_sync(earlier != 0) == 0)
-
-    def entry(self, memory: Memory, i: Int32) -> Entry:
-        return Entry(*dsl.ld_shared_b32x4(memory.entries + ENTRY_BYTES * i))
 
 
 def slot_at(slots: Int64, token: Int32) -> Int64:
     """The address of a token's slot."""
-    return slots + Int64(token) * SLOT_BYTES
+    return slots + Int64(token) * 8
