@@ -145,33 +145,24 @@ class IndexerK(Compressor):
         # In this order: what is launched now may read what the kernels before this one wrote.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        # One warp claims for all rows: a claim's answer shares a scoreboard with the loads around
+        # it, so that who waits for these waits for that. The last warp is the last to get rows.
+        settles = tid >= self.config.threads - 32
         phase = Int32(0)
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
             count = self.rows.gather(slots, tokens, claims, memory, start, end)
-            warp = self.independent_warp()
-            if self._settles() and warp >= count:
+            if settles:
                 self.rows.settle(claims, memory, count)
+            warp = self.independent_warp()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
-                settle = partial(self._settle, claims, memory, count, i == warp)
-                self._row(tokens, state, rotary, norm, cache, memory, shared, i, phase, settle)
+                self._row(tokens, state, rotary, norm, cache, memory, shared, i, phase)
             if start + self.config.threads < end:
                 phase = phase ^ 1
                 cute.arch.sync_threads()
                 self.rows.clear(memory)
                 cute.arch.sync_threads()
-        if claims.buckets > 0 and self._settles():
+        if claims.buckets > 0 and settles:
             claims.hand_on(dsl.ld_shared_b32(memory.turn))
-
-    def _settles(self):
-        """Whether a thread's warp is the one that finds repeated slots: the last to get rows."""
-        tid, _, _ = cute.arch.thread_idx()
-        return tid >= self.config.threads - 32
-
-    @cute.jit
-    def _settle(self, claims: Claims, memory: Memory, count: Int32, first):
-        """first: whether a row is its warp's first of the list."""
-        if self._settles() and first:
-            self.rows.settle(claims, memory, count)
 
     @cute.jit
     def _row(
@@ -185,14 +176,13 @@ class IndexerK(Compressor):
         shared: Int32,
         i: Int32,
         phase: Int32,
-        settle,
     ):
         """Compress and insert row i of the list; all lanes take part."""
         entry = self.rows.entry(memory, i)
         factors_of = partial(
             self._factors_of, tokens, rotary, norm, entry.position, state.head_size
         )
-        channels, factors = self.window(state, entry, settle, factors_of)
+        channels, factors = self.window(state, entry, factors_of)
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
             # Read again instead of kept in registers.

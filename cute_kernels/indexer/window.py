@@ -108,19 +108,17 @@ class Compressor:
         return tid >> 5
 
     @cute.jit
-    def window(self, state: State, row: Entry, settle, factors_of):
+    def window(self, state: State, row: Entry, factors_of):
         """The softmax of the warp's rows of the window, in each channel of each lane, by vector;
         and what `factors_of()` returns, which is called while entries of the block table are on
-        their way, as `settle()` is."""
+        their way."""
         if const_expr(not self.config.loop):
             first = self.warp() * WINDOW_ROWS
             place = self._places(state, row, first)
-            settle()
             result = factors_of()
             words = self._state_words(state, self._addresses(state, place), 0)
             channels = [self._softmax(state, row, first, words, None)]
         else:
-            settle()
             result = factors_of()
             empty = (dsl.NEG_INF, 0.0, 0.0)
             channels = [
