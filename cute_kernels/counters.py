@@ -20,7 +20,7 @@ import torch
 # Slices of 2 KiB (528 CTAs) for 2000 recorded calls fit one arena.
 _ARENA_COUNTERS = 1 << 20
 # An eager call leaves room for so many recorded ones of its size, or for this many counters.
-_RECORDED_CALLS, _MOST_ROOM = 64, 1 << 22
+_RECORDED_CALLS, _MOST_ROOM = 256, 1 << 22
 # cudaStreamPerThread: one handle for as many streams as there are threads.
 _PER_THREAD_STREAM = 2
 

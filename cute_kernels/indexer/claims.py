@@ -1,9 +1,9 @@
 """Which of the tokens that complete rows for one slot stores it: the first to claim it.
 
-Two rows with one slot must not leave the codes of one beside the scale of the other. The slot of
-each row is swapped into a hash table, which is empty when a launch begins; a row whose slot is
-there already is not stored. (Calls with as many tokens as a CTA has threads, or fewer, need no
-table: see `rows.py`.)
+Two rows with one slot must not leave the codes of one beside the scale of the other. A row's warp
+swaps its slot into a hash table, which is empty when a launch begins; who finds the slot there
+already does not store. The answer comes while states are on their way. (Short calls need no table:
+see `rows.py`.)
 
 There are two tables. A launch uses one and empties the other, for the next launch: when a CTA is
 done with the table others may still have to claim in it. Whose turn it is says a word for each CTA
@@ -34,22 +34,25 @@ class Claims(NamedTuple):
         cta, _, _ = cute.arch.block_idx()
         return self.memory + Int64(cta) * 4
 
+    def ask(self, turn: Int32, slot: Int32) -> Int32:
+        """What the first bucket of a slot holds, which gets the slot if that is 0; in lane 0."""
+        return self._fill(turn, slot, slot)
+
     @cute.jit
-    def won(self, turn: Int32, slot: Int32) -> Int32:
-        """1 if the slot is the thread's: nobody has claimed it before."""
+    def found(self, turn: Int32, slot: Int32, found: Int32) -> Int32:
+        """0 if the slot is the warp's, by what `ask` found."""
+        found = dsl.shuffle_from_lane(found, Int32(0))
         bucket = slot
-        found = self._fill(turn, slot, bucket)
         while found != 0 and found != slot + 1:
             # An odd step comes to all buckets. It is one for a block of a cache, whose slots do not
             # meet each other then.
             bucket = bucket + (((slot >> 6) + 1) * -1640531535 | 1)
-            found = self._fill(turn, slot, bucket)
-        return Int32(found == 0)
+            found = dsl.shuffle_from_lane(self._fill(turn, slot, bucket), Int32(0))
+        return found
 
     def _fill(self, turn: Int32, slot: Int32, bucket: Int32) -> Int32:
-        """What a bucket holds, which gets the slot if that is 0."""
         at = self._table(turn) + Int64(bucket & (self.buckets - 1)) * 4
-        return dsl_store.fill_if_zero_gpu(at, slot + 1)
+        return dsl_store.fill_if_zero_gpu(at, slot + 1, cute.arch.lane_idx())
 
     def _table(self, turn: Int32) -> Int64:
         return self.memory + Int64(TURNS + turn * self.buckets) * 4

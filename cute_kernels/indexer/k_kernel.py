@@ -39,7 +39,7 @@ from cute_kernels.indexer.quantize import (
     table_value,
     table_values,
 )
-from cute_kernels.indexer.rows import Memory, Rows
+from cute_kernels.indexer.rows import Entry, Memory, Rows
 from cute_kernels.indexer.tokens import Tokens
 from cute_kernels.indexer.window import Compressor, State
 from cute_kernels.store.kernel import Divisor, divided
@@ -132,42 +132,38 @@ class IndexerK(Compressor):
         norm: Norm,
         cache: Cache,
     ):
-        shared, settled = self.allocate()
-        memory = self.rows.memory(shared + 4 * self.config.join_floats, settled)
+        shared = self.allocate()
+        memory = self.rows.memory(shared + 4 * self.config.join_floats)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         slots = mSlots.iterator.toint()
         first = cta * tokens.span
         end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
         self.rows.prefetch(slots, tokens, claims, first + tid, end)
-        self.rows.begin(memory)
+        self.rows.clear(memory)
         cute.arch.sync_threads()
         # In this order: what is launched now may read what the kernels before this one wrote.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        # One warp claims for all rows: a claim's answer shares a scoreboard with the loads around
-        # it, so that who waits for these waits for that. The last warp is the last to get rows.
-        settles = tid >= self.config.threads - 32
-        phase = Int32(0)
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
             count = self.rows.gather(slots, tokens, claims, memory, start, end)
-            if settles:
-                self.rows.settle(claims, memory, count)
             warp = self.independent_warp()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
-                self._row(tokens, state, rotary, norm, cache, memory, shared, i, phase)
+                self._row(slots, tokens, claims, state, rotary, norm, cache, memory, shared, i)
             if start + self.config.threads < end:
-                phase = phase ^ 1
                 cute.arch.sync_threads()
                 self.rows.clear(memory)
                 cute.arch.sync_threads()
-        if claims.buckets > 0 and settles:
-            claims.hand_on(dsl.ld_shared_b32(memory.turn))
+        # The last warp is the last to get rows.
+        if claims.buckets > 0 and tid >= self.config.threads - 32:
+            claims.hand_on(self.rows.turn(memory))
 
     @cute.jit
     def _row(
         self,
+        slots,
         tokens: Tokens,
+        claims: Claims,
         state: State,
         rotary: Rotary,
         norm: Norm,
@@ -175,20 +171,48 @@ class IndexerK(Compressor):
         memory: Memory,
         shared: Int32,
         i: Int32,
-        phase: Int32,
     ):
         """Compress and insert row i of the list; all lanes take part."""
         entry = self.rows.entry(memory, i)
-        factors_of = partial(
-            self._factors_of, tokens, rotary, norm, entry.position, state.head_size
+        early = partial(
+            self._early, slots, tokens, claims, memory, rotary, norm, entry, state.head_size
         )
-        channels, factors = self.window(state, entry, factors_of)
+        late = partial(self._late, claims, memory, entry.slot)
+        channels, (factors, stored) = self.window(state, entry, early, late)
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
             # Read again instead of kept in registers.
             slot = self.rows.entry(memory, i).slot
-            stored = self.rows.is_stored(memory, i, phase)
             self._finish(rotary, norm, cache, slot, compressed, factors, stored)
+
+    @cute.jit
+    def _early(
+        self,
+        slots,
+        tokens: Tokens,
+        claims: Claims,
+        memory: Memory,
+        rotary: Rotary,
+        norm: Norm,
+        entry: Entry,
+        head_size: Int32,
+    ):
+        """Ask for the row's slot, and for what multiplies the row."""
+        found = Int32(0)
+        if self.warp() == 0:
+            if claims.buckets > 0:
+                found = claims.ask(self.rows.turn(memory), entry.slot)
+            else:
+                found = self.rows.is_repeated(slots, tokens, entry)
+        return self._factors_of(tokens, rotary, norm, entry.position, head_size), found
+
+    @cute.jit
+    def _late(self, claims: Claims, memory: Memory, slot: Int32, asked):
+        """What multiplies the row, and 1 if it is the one to be stored of those with its slot."""
+        factors, found = asked
+        if claims.buckets > 0 and self.warp() == 0:
+            found = claims.found(self.rows.turn(memory), slot, found)
+        return factors, Int32(found == 0)
 
     def _factors_of(
         self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int32, head_size: Int32

@@ -17,7 +17,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels import dsl, dsl_store
 from cute_kernels.indexer.config import (
-    BARRIER_BYTES,
     JOIN_ROW_BYTES,
     JOINED_WARPS,
     LANE_CHANNELS,
@@ -86,12 +85,11 @@ class Compressor:
     def __init__(self, config: IndexerKConfig):
         self.config = config
 
-    def allocate(self):
-        """`config.shared_bytes` of shared memory: an address, and a barrier behind all else."""
+    def allocate(self) -> Int32:
+        """`config.shared_bytes` of shared memory: an address."""
         allocator = cutlass.memory.SmemAllocator()
-        words = (self.config.shared_bytes - BARRIER_BYTES) // 4
-        shared = allocator.allocate_array(Int32, words, byte_alignment=128).toint()
-        return shared, allocator.allocate_array(Int64, 1, byte_alignment=8)
+        words = self.config.shared_bytes // 4
+        return allocator.allocate_array(Int32, words, byte_alignment=128).toint()
 
     def warp(self) -> Int32:
         """The warp's number among those that share a window."""
@@ -108,18 +106,22 @@ class Compressor:
         return tid >> 5
 
     @cute.jit
-    def window(self, state: State, row: Entry, factors_of):
+    def window(self, state: State, row: Entry, early, late):
         """The softmax of the warp's rows of the window, in each channel of each lane, by vector;
-        and what `factors_of()` returns, which is called while entries of the block table are on
-        their way."""
+        and what `late` returns.
+
+        `early()` is called while entries of the block table are on their way, `late`, with what it
+        returned, while states are.
+        """
         if const_expr(not self.config.loop):
             first = self.warp() * WINDOW_ROWS
             place = self._places(state, row, first)
-            result = factors_of()
+            result = early()
             words = self._state_words(state, self._addresses(state, place), 0)
+            result = late(result)
             channels = [self._softmax(state, row, first, words, None)]
         else:
-            result = factors_of()
+            result = late(early())
             empty = (dsl.NEG_INF, 0.0, 0.0)
             channels = [
                 [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]
