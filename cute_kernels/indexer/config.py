@@ -124,14 +124,6 @@ class IndexerKConfig:
         short = self.vectors == 1 and tokens <= SHORT_TOKENS
         return 1 if short else self.ctas_per_sm
 
-    def buckets(self, tokens: int) -> int:
-        """Of a table of claims: a power of two. Up to 4,096 tokens at least 4 for each, so that few
-        rows meet others, and then 2; none where calls need no table."""
-        if tokens <= SEEN_TOKENS:
-            return 0
-        two = 1 << (2 * tokens - 1).bit_length()
-        return max(two, min(2 * two, 16384))
-
     @property
     def smem_carveout(self) -> int:
         """Percent of an SM's memory that is shared; the rest is L1 cache."""
@@ -155,6 +147,15 @@ class IndexerKConfig:
     @property
     def shared_bytes(self) -> int:
         return 4 * self.join_floats + self.list_bytes
+
+
+def claim_buckets(tokens: int) -> int:
+    """Of a table of claims: a power of two. Up to 4,096 tokens at least 4 for each, so that few rows
+    meet others, and then 2; none where calls need no table."""
+    if tokens <= SEEN_TOKENS:
+        return 0
+    two = 1 << (2 * tokens - 1).bit_length()
+    return max(two, min(2 * two, 16384))
 
 
 def kernel_name(part: str, target: str) -> str:

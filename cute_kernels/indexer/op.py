@@ -24,6 +24,7 @@ from cute_kernels.indexer.config import (
     TARGETS,
     TURNS,
     Table,
+    claim_buckets,
     k_config,
     kernel_name,
     q_config,
@@ -256,7 +257,7 @@ def prepare_k(call: IndexerK) -> KLaunch:
         function=_compiled(kernel_name("k", arch.target), config, device, arch.target),
         device=device,
         capacity=blocks * block_size,
-        buckets=config.buckets(count),
+        buckets=claim_buckets(count),
         tokens=(
             count,
             span,
