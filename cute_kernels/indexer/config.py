@@ -150,8 +150,8 @@ class IndexerKConfig:
 
 
 def claim_buckets(tokens: int) -> int:
-    """Of a table of claims: a power of two. Up to 4,096 tokens at least 4 for each, so that few rows
-    meet others, and then 2; none where calls need no table."""
+    """Of a table of claims: a power of two. Up to 4,096 tokens at least 4 for each, so that few
+    rows meet others, and then 2; none where calls need no table."""
     if tokens <= SEEN_TOKENS:
         return 0
     two = 1 << (2 * tokens - 1).bit_length()
