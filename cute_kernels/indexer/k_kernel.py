@@ -174,10 +174,8 @@ class IndexerK(Compressor):
     ):
         """Compress and insert row i of the list; all lanes take part."""
         entry = self.rows.entry(memory, i)
-        early = partial(
-            self._early, slots, tokens, claims, memory, rotary, norm, entry, state.head_size
-        )
-        late = partial(self._late, claims, memory, entry.slot)
+        early = partial(self._early, tokens, claims, memory, rotary, norm, entry, state.head_size)
+        late = partial(self._late, slots, tokens, claims, memory, entry)
         channels, (factors, stored) = self.window(state, entry, early, late)
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
@@ -188,7 +186,6 @@ class IndexerK(Compressor):
     @cute.jit
     def _early(
         self,
-        slots,
         tokens: Tokens,
         claims: Claims,
         memory: Memory,
@@ -199,19 +196,19 @@ class IndexerK(Compressor):
     ):
         """Ask for the row's slot, and for what multiplies the row."""
         found = Int32(0)
-        if self.warp() == 0:
-            if claims.buckets > 0:
-                found = claims.ask(self.rows.turn(memory), entry.slot)
-            else:
-                found = self.rows.is_repeated(slots, tokens, entry)
+        if claims.buckets > 0 and self.warp() == 0:
+            found = claims.ask(self.rows.turn(memory), entry.slot)
         return self._factors_of(tokens, rotary, norm, entry.position, head_size), found
 
     @cute.jit
-    def _late(self, claims: Claims, memory: Memory, slot: Int32, asked):
+    def _late(self, slots, tokens: Tokens, claims: Claims, memory: Memory, entry: Entry, asked):
         """What multiplies the row, and 1 if it is the one to be stored of those with its slot."""
         factors, found = asked
-        if claims.buckets > 0 and self.warp() == 0:
-            found = claims.found(self.rows.turn(memory), slot, found)
+        if self.warp() == 0:
+            if claims.buckets > 0:
+                found = claims.found(self.rows.turn(memory), entry.slot, found)
+            else:
+                found = self.rows.is_repeated(slots, tokens, entry)
         return factors, Int32(found == 0)
 
     def _factors_of(
