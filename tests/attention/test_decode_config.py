@@ -121,6 +121,17 @@ def test_the_ring_keeps_the_memory_busy(config):
     assert least * 1024 <= in_flight <= most * 1024
 
 
+def test_warps_that_keep_apart_exchange_whole_outputs():
+    """Each of the four has accumulated the whole output in float32."""
+    apart = [config for config in TABLE if config.warps_apart]
+    assert {(c.kv_format, c.head_size, c.rows) for c in apart} == set(
+        itertools.product(QUANTIZED_FORMATS, (64, 128), (8,))
+    )
+    for config in apart:
+        assert config.exchange_bytes == 4 * config.rows * config.head_size * 4
+        assert config.stage_bytes == 2 * config.tile_bytes
+
+
 @each_variant
 def test_the_ring_is_as_deep_as_it_can_be(config):
     deeper = dataclasses.replace(config, stages=config.stages + 1)

@@ -100,7 +100,8 @@ def test_a_slot_is_handed_back_behind_a_fence(report, config):
     """Without it the arrival is issued right behind the loads, and TMA may overtake them."""
     variant = compiled(report, config)
     keys = 0 if config.paired else config.step_tiles // config.warpgroups
-    assert variant["arrivals"] == config.step_tiles + keys
+    # Once an item that of the staged queries.
+    assert variant["arrivals"] == config.step_tiles + keys + config.stages_queries
     assert variant["unfenced"] == 0
 
 

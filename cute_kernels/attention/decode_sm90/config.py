@@ -135,16 +135,15 @@ class DecodeConfig:
 
     @property
     def paired(self) -> bool:
-        """Whether a tile's K and V share a slot. Small tiles are bound by instruction issue, and
-        this halves waits, arrivals and fences (H200: B32 S8192 64/8 D128 nvfp4 95.5 -> 92.7 us)."""
-        return self.block_scaled and self.head_size <= 128
+        """Whether a tile's K and V share a slot, which halves waits, arrivals and fences."""
+        return self.warps_apart or (self.block_scaled and self.head_size <= 128)
 
     @property
     def warps_apart(self) -> bool:
         """Whether a warp multiplies its own tokens' probabilities with their values, for all of the
-        head: no exchange between warps but at the end of an item's part. It takes registers for
-        rows * head_size / 32 accumulators a thread, four times as many."""
-        return self.block_scaled and self.rows == 8 and self.head_size <= 128
+        head: no exchange between warps but at the end of an item's part. It takes four times as
+        many accumulators (H200, B32 S8192 64/8: FP8 D64 72.0 -> 67.8 us, from L2 70.9 -> 40.4)."""
+        return self.converts and self.rows == 8 and self.head_size <= 128
 
     @property
     def release_arrivals(self) -> int:
@@ -169,8 +168,7 @@ class DecodeConfig:
     @property
     def chains(self) -> int:
         """Independent accumulators of a tile's scores: at 8 rows four a step hide the latency of
-        mma.sync. Where warps are apart others do (H200, B32 S8192 64/8 nvfp4, one chain against
-        four: 91.7 of 92.0 us at D128, 55.8 of 56.9 at D64)."""
+        mma.sync. Where warps are apart, other warps do."""
         if self.uses_wgmma or self.warps_apart:
             return 1
         return 2 if self.block_scaled and self.head_size == 512 else 4 // self.step_tiles
@@ -276,9 +274,9 @@ class DecodeConfig:
 
     @property
     def exchange_bytes(self) -> int:
-        """What passes between warps: probabilities of two steps, or a quarter of the output."""
+        """What warps pass on: probabilities of two steps, or their outputs."""
         if self.warps_apart:
-            return WARPGROUP_THREADS * self.rows * self.head_size // 32
+            return 16 * self.rows * self.head_size
         return 2 * self.step_tiles * self.rows * TILE_TOKENS * 2
 
 
@@ -289,11 +287,10 @@ def smem_bytes(config: DecodeConfig) -> int:
     queries = rows * head_size * 2 if config.queries_in_smem else 0
     # cross-warp maxima and sums, row scales, visible ranges, row maxima of |q|; shared items, plan
     tables = rows * (3 * 4 * config.consumer_warps + 4 + 8) + 96 + 32
-    barriers = 2 * 8 * config.stages
     exchange = config.exchange_bytes + config.fold_bytes
     if config.stages_queries:
         exchange += rows * config.staged_row_bytes + 16
-    parts = (exchange, queries, config.scale_table_bytes, tables, barriers)
+    parts = (exchange, queries, config.scale_table_bytes, tables, 2 * 8 * config.stages)
     return ring + sum(parts) + 3 * 1024
 
 

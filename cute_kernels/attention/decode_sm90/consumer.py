@@ -276,8 +276,8 @@ class Consumer(QueryLoading, WarpsApart, Epilogue, Fixup):
             for t in cutlass.range(chunk.tile_begin, chunk.tile_end, config.step_tiles, unroll=1):
                 if const_expr(config.warps_apart and not config.loader_only):
                     own = OwnTile(t, slot, phase, offset, plain_from, plain, segment.low, seq.used)
-                    p = self.own_probabilities(scores[0], rQ, rScale, acc, state, lags, own)
-                    self.own_values(acc, own, p)
+                    p, v = self.own_probabilities(scores[0], rQ, rScale, acc, state, lags, own)
+                    self.own_values(acc, own, p, v)
                     slot, phase = self.after(Position(slot, phase))
                     offset = cutlass.select_(slot == 0, Int32(0), offset + config.stage_bytes)
                 else:

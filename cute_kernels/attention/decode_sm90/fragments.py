@@ -46,10 +46,10 @@ class RowFragments:
         )
         self.v_unit = first_unit % layout.units
 
-    def load_key_bytes(self, slot: Int32, half: int):
+    def load_key_bytes(self, offset: Int32, half: int):
         """16 bytes of each of the lane's tokens (the first, and that 8 positions further), of 64
         bytes of their rows: unit j of the ``half``-th four."""
-        base = self.k_address + slot * self.config.tile_bytes
+        base = self.k_address + offset
         address = base + (half // 2) * self.layout.block_bytes
         if half % 2 == 1:
             # unit 4 + j instead of j: bit 2 of the unit, xor-ed after the swizzle
@@ -72,15 +72,35 @@ class Fp8Fragments(RowFragments):
     """fp8_e4m3: K bytes of a lane are 16 neighbours of a row, four k-steps of a pass."""
 
     query_stride = 16
+    # Blocks of 16 output rows that a 16-byte unit makes.
+    blocks_per_unit = 1
+
+    def __init__(self, config: DecodeConfig, layout: TileLayout, lane, scale_table: Int32):
+        super().__init__(config, layout, lane, scale_table)
+        if config.warps_apart:
+            # In V, of a warp that has its own 16 tokens only: tokens by lane % 16, and of each two
+            # units one by lane // 16.
+            self.own_units = config.head_size // 16
+            in_lane = lane.lane
+            token = layout.token_of(in_lane % 8)
+            self.own_address = (
+                lane.ring.base.toint()
+                + layout.row(16 * lane.warp)
+                + (8 * (in_lane // 8 % 2) + token) * layout.row_bytes
+                + ((in_lane // 16) ^ layout.swizzle_of(token)) * 16
+            )
 
     def value_token(self) -> Int32:
         """Of the lane's address for ``ldmatrix``, among the first 32 tokens of a tile."""
         lane = self.lane.lane
         return 8 * (lane // 8) + self.layout.token_of(lane % 8)
 
-    def load_keys(self, slot: Int32, p: int, _):
-        """Words of the lane's tokens of pass p."""
-        return self.load_key_bytes(slot, p)
+    def load_keys(self, slot: Int32, p: int, loaded):
+        return self.load_keys_at(slot * self.config.tile_bytes, p, loaded)
+
+    def load_keys_at(self, offset: Int32, p: int, _):
+        """Words of the lane's tokens of pass p, of the tile at an offset in the ring."""
+        return self.load_key_bytes(offset, p)
 
     def key_operands(self, loaded, p: int, word: int):
         """A of the k-steps of a word, one for FP8: k-step ``word`` of pass p."""
@@ -105,6 +125,39 @@ class Fp8Fragments(RowFragments):
         a0, a1 = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(near))
         a2, a3 = dsl.e4m3x4_to_f16x4(dsl.swap_middle_bytes(far))
         return ((a0, a1, a2, a3),)
+
+    def prepare_own_values(self, offset: Int32):
+        pass
+
+    def early_own_values(self, offset: Int32) -> cute.Tensor:
+        """V's words of the warp's tokens: of each 16-byte unit its first 8 tokens, then its others.
+        Loaded before the softmax, so that they can be cleared in registers."""
+        words = cute.make_rmem_tensor((2 * self.own_units,), Int32)
+        for load in range(self.own_units // 2):
+            loaded = dsl.ldmatrix_x4_trans((self.own_address + offset) ^ (32 * load))
+            for z in range(4):
+                words[4 * load + z] = loaded[z]
+        return words
+
+    def own_value_operands(self, words, unit: int):
+        """A of one of a load's two units."""
+        halves = [dsl.swap_middle_bytes(words[2 * unit + half]) for half in range(2)]
+        pairs = [dsl.e4m3x4_to_f16x4(half) for half in halves]
+        return ((*pairs[0], *pairs[1]),)
+
+    def drop_dead_values(self, words: cute.Tensor, _, first_token: Int32, low: Int32, high: Int32):
+        """Zero what was loaded of the warp's tokens outside [low, high)."""
+        masks = []
+        for half in range(2):
+            mask = Int32(0)
+            for z in range(2):
+                in_octet = self.layout.token_of(2 * self.lane.j + z)
+                token = first_token + 16 * self.lane.warp + 8 * half + in_octet
+                bits = Int32(0xFFFF if z == 0 else -0x10000)
+                mask = mask | select_((token >= low) & (token < high), bits, Int32(0))
+            masks.append(mask)
+        for i in range(2 * self.own_units):
+            words[i] = words[i] & masks[i % 2]
 
     def first_element(self) -> Int32:
         """The head-dim element of the lane's first output."""
@@ -135,7 +188,8 @@ class Fragments16Bits(RowFragments):
         return 8 * (lane // 16) + self.layout.token_of(lane % 8)
 
     def load_keys(self, slot: Int32, p: int, _):
-        return [self.load_key_bytes(slot, 2 * p + half) for half in range(2)]
+        offset = slot * self.config.tile_bytes
+        return [self.load_key_bytes(offset, 2 * p + half) for half in range(2)]
 
     def key_operands(self, loaded, p: int, word: int):
         """A of a k-step, which takes two words: k-step ``word`` of pass p."""

@@ -17,6 +17,7 @@ all tokens'.
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -42,6 +43,7 @@ class Nvfp4Fragments:
 
     magnitude = 2.0**14
     words_per_pass = 2
+    blocks_per_unit = 2
 
     def __init__(self, config: DecodeConfig, layout: TileLayout, lane, scale_table: Int32):
         self.config, self.layout, self.lane = config, layout, lane
@@ -223,12 +225,16 @@ class Nvfp4Fragments:
         """Of a tile: the token whose V scales the lane clears if they are dead."""
         return 16 * self.lane.warp + self.lane.lane % 16
 
-    def clear_own_scales(self, offset: Int32):
-        """All of one token's, where they came from the cache: TMA may write here once the slot has
-        been handed back, behind a proxy fence."""
-        at = self.dead_scales + offset
-        for i in range(self.scale_bytes // 4):
-            dsl.st_shared_b32(at + 4 * i, Int32(0))
+    @cute.jit
+    def drop_dead_values(self, _, offset: Int32, first_token: Int32, low: Int32, high: Int32):
+        """V scales of the warp's tokens outside [low, high) become 0, where they came from the
+        cache: TMA may write here once the slot has been handed back, behind a proxy fence."""
+        token = first_token + self.own_token()
+        if (token < low) | (token >= high):
+            at = self.dead_scales + offset
+            for i in cutlass.range_constexpr(self.scale_bytes // 4):
+                dsl.st_shared_b32(at + 4 * i, Int32(0))
+        cute.arch.sync_warp()
 
     def prepare_own_values(self, offset: Int32):
         """V scales of the warp's tokens of a tile into its table: a lane takes a pair of tokens."""
@@ -254,6 +260,9 @@ class Nvfp4Fragments:
         near = dsl.ldmatrix_x4_trans(address)
         far = dsl.ldmatrix_x4_trans(address + self.layout.second_half)
         return (near, far), [dsl.ld_shared_b32x4(table + 16 * half) for half in range(2)]
+
+    def early_own_values(self, _):
+        """There are no registers for them before the softmax."""
 
     def load_own_values(self, offset: Int32, u: int):
         """Of units 2 u and 2 u + 1: (words of the warp's first 8 tokens and of its others, for the

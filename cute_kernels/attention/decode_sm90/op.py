@@ -39,7 +39,8 @@ _Q_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MIN_BYTES_PER_CTA = 65536
 # Beginning an item costs as much as so many steps of it (H200, log-normal lengths: 0, 1, 2, 4 and
 # 6 tiles at head size 512 took 271, 258, 254 and 254 us, 0, 1, 2, 4, 8 and 12 at 128 took 159, 152,
-# 141, 138, 139 and 140; at 64 4 is best).
+# 141, 138, 139 and 140; at 64 4 is best). Where warps are apart and steps have one tile, as much as
+# four (2, 4, 6 and 8 at head size 64: 77.3, 72.0, 71.9 and 71.8 us; of NVFP4 66.4 with 2, 58.2).
 _STEPS_TO_BEGIN = 2
 _INT32_MAX = 2**31 - 1
 
@@ -146,7 +147,7 @@ def launch_of(
     ctas = grid_ctas(config, arch.sm_count)
     ctas = ctas - ctas % abreast
     min_tiles = max(1, _MIN_BYTES_PER_CTA // (2 * config.tile_bytes))
-    gap = _STEPS_TO_BEGIN * config.step_tiles
+    gap = 4 if config.warps_apart else _STEPS_TO_BEGIN * config.step_tiles
     fixed = fixed_splits(config, k.shape[-2]) if problem.deterministic else FixedSplits()
     function = on_device(q.device, compiled, config, arch.target)
     arguments = packed(

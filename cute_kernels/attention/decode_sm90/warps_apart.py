@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels import dsl
 from cute_kernels.attention.decode_sm90.config import TILE_TOKENS
@@ -77,30 +77,34 @@ class WarpsApart(TileMath):
         lags: cute.Tensor,
         tile: OwnTile,
     ):
-        """Scores and online softmax of the warp's tokens of a tile: P^T as a B operand."""
+        """Scores and online softmax of the warp's tokens of a tile: P^T as a B operand, and the
+        words of V where they are loaded before (else None)."""
+        passes = self.config.head_size // 64
+        values_at = tile.offset + self.config.tile_bytes
         for i in cutlass.range_constexpr(4):
             rS[i] = Float32(0.0)
         cute.arch.mbarrier_wait(self.ring.full + tile.slot, tile.phase)
         loaded = None
-        for p in cutlass.range_constexpr(self.config.head_size // 64):
+        values = None
+        for p in cutlass.range_constexpr(passes):
             loaded = self.kv.load_keys_at(tile.offset, p, loaded)
+            if const_expr(p == passes - 1):
+                values = self.kv.early_own_values(values_at)
             self._scores_mma(rS, rQ, loaded, p)
         above = cute.make_rmem_tensor((4,), Float32)
         for i in cutlass.range_constexpr(4):
             above[i] = dsl.fma(rS[i], rScale[i % 2], -state.rMax[i % 2])
         if Uint32(tile.index - tile.plain_from) >= Uint32(tile.plain):
-            self._mind_some_keys(above, rS, rScale, state, tile)
-        self.kv.prepare_own_values(tile.offset + self.config.tile_bytes)
+            self._mind_some_keys(above, rS, rScale, state, tile, values)
+        self.kv.prepare_own_values(values_at)
         tops = [dsl.fmax(above[r], above[2 + r]) for r in range(2)]
         if cute.arch.vote_any_sync((tops[0] > lags[0]) | (tops[1] > lags[1])):
             self._move_references(above, tops, acc, state, lags)
         p = [dsl.exp2(above[z]) for z in range(4)]
         for r in cutlass.range_constexpr(2):
             state.rSum[r] = state.rSum[r] + (p[r] + p[2 + r])
-        return (
-            dsl.transpose_8x8_b16(dsl.pack_f16x2(p[0], p[1])),
-            dsl.transpose_8x8_b16(dsl.pack_f16x2(p[2], p[3])),
-        )
+        operand = [dsl.transpose_8x8_b16(dsl.pack_f16x2(p[z], p[z + 1])) for z in (0, 2)]
+        return operand, values
 
     @cute.jit
     def _mind_some_keys(
@@ -110,9 +114,10 @@ class WarpsApart(TileMath):
         rScale: cute.Tensor,
         state: Softmax,
         tile: OwnTile,
+        values,
     ):
-        """Softcap and mask; block scales of V that no row may see become 0: P is 0 there, but
-        0 * NaN is NaN."""
+        """Softcap and mask. V that no row may see becomes 0 (its block scales do, if it has them):
+        P is 0 there, but 0 * NaN is NaN."""
         if self.softcap != 0.0:
             for i in cutlass.range_constexpr(4):
                 above[i] = rS[i] * rScale[i % 2]
@@ -122,10 +127,8 @@ class WarpsApart(TileMath):
         self.mask(above, tile.index)
         first_token = tile.index * TILE_TOKENS
         if (first_token < tile.low) | (first_token + TILE_TOKENS > tile.high):
-            token = first_token + self.kv.own_token()
-            if (token < tile.low) | (token >= tile.high):
-                self.kv.clear_own_scales(tile.offset + self.config.tile_bytes)
-            cute.arch.sync_warp()
+            at = tile.offset + self.config.tile_bytes
+            self.kv.drop_dead_values(values, at, first_token, tile.low, tile.high)
 
     @cute.jit
     def _move_references(
@@ -152,14 +155,18 @@ class WarpsApart(TileMath):
         self._rescale(acc, correction, 0)
 
     @cute.jit
-    def own_values(self, acc: cute.Tensor, tile: OwnTile, p):
+    def own_values(self, acc: cute.Tensor, tile: OwnTile, p, values):
         """acc += V^T P^T of the warp's tokens of one tile, then hands its slot back."""
+        blocks = self.kv.blocks_per_unit
         for load in cutlass.range_constexpr(self.kv.own_units // 2):
-            loaded = self.kv.load_own_values(tile.offset + self.config.tile_bytes, load)
+            if const_expr(values is None):
+                loaded = self.kv.load_own_values(tile.offset + self.config.tile_bytes, load)
+            else:
+                loaded = [values[4 * load + z] for z in range(4)]
             for unit in cutlass.range_constexpr(2):
                 operands = self.kv.own_value_operands(loaded, unit)
-                for block in cutlass.range_constexpr(2):
-                    at = 4 * (4 * load + 2 * unit + block)
+                for block in cutlass.range_constexpr(blocks):
+                    at = 4 * (blocks * (2 * load + unit) + block)
                     sums = [acc[at + z] for z in range(4)]
                     d = dsl.mma_m16n8k16(operands[block], p, sums, self.mma_kind)
                     for z in cutlass.range_constexpr(4):
@@ -171,30 +178,29 @@ class WarpsApart(TileMath):
         """The first blocks of acc become what the warp owns of the output over all tokens, relative
         to common maxima.
 
-        One warp's blocks after the other pass through shared memory: every warp writes its share
-        of them, their owner adds the four. A lane reads what its like in the other warps wrote. The
-        sums go where the blocks of warp 0 were, which are sent first.
+        All blocks pass through shared memory (which has been read since an item's last end: warps
+        have met for the maxima); the owner of a block adds the four. A lane reads what its like in
+        the other warps wrote.
         """
         for r in cutlass.range_constexpr(2):
             if lags[r] != MAX_LAG:
                 state.rMax[r] = Float32(NO_KEY)
         self._raise_maxima([state.rMax[0], state.rMax[1]], acc, state)
-        size = 16 * self.units
-        lane = self.smem.p + self.lane * size
+        # (owners, warps, blocks of an owner) of 16 bytes a lane.
+        lane, of_warp = self.smem.p + self.lane * 16, self.units * 512
         for owner in cutlass.range_constexpr(4):
-            self.barrier()
             for u in cutlass.range_constexpr(self.units):
                 at = 4 * (owner * self.units + u)
                 dsl.st_shared_f32x4(
-                    lane + self.warp * (32 * size) + 16 * u,
+                    lane + (4 * owner + self.warp) * of_warp + u * 512,
                     acc[at], acc[at + 1], acc[at + 2], acc[at + 3],
                 )  # fmt: skip
-            self.barrier()
-            if self.warp == owner:
-                for u in cutlass.range_constexpr(self.units):
-                    total = [Float32(0.0) for _ in range(4)]
-                    for w in cutlass.range_constexpr(4):
-                        part = dsl.ld_shared_f32x4(lane + w * (32 * size) + 16 * u)
-                        total = [total[z] + part[z] for z in range(4)]
-                    for z in cutlass.range_constexpr(4):
-                        acc[4 * u + z] = total[z]
+        self.barrier()
+        own = lane + self.warp * (4 * of_warp)
+        for u in cutlass.range_constexpr(self.units):
+            total = [Float32(0.0) for _ in range(4)]
+            for w in cutlass.range_constexpr(4):
+                part = dsl.ld_shared_f32x4(own + w * of_warp + u * 512)
+                total = [total[z] + part[z] for z in range(4)]
+            for z in cutlass.range_constexpr(4):
+                acc[4 * u + z] = total[z]
