@@ -289,6 +289,17 @@ def atomic_add_acq_rel_gpu(address: Int64, x: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def fill_if_zero_gpu(address: Int64, x: Int32, lane: Int32, *, loc=None, ip=None):
+    """Store x where 0 is; what was there before. In lane 0; others do nothing, and get 0. Orders
+    nothing."""
+    ptx = (
+        "{ .reg .pred p; setp.eq.s32 p, $3, 0; mov.b32 $0, 0;"
+        " @p atom.relaxed.gpu.global.cas.b32 $0, [$1], 0, $2; }"
+    )
+    return _asm([Int32], [address, x, lane], ptx, "=&r,l,r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def ld_shared_b64(address: Int32, *, loc=None, ip=None):
     return _asm([Int64], [address], "ld.shared.b64 $0, [$1];", "=l,r,~{memory}", True, loc, ip)
 

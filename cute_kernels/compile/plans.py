@@ -263,10 +263,6 @@ def _indexer(part: str, target: str) -> Callable[[Workload], list[Any]]:
     return needed
 
 
-def _indexer_claim(workload: Workload) -> list[indexer.IndexerClaimConfig]:
-    return [indexer.IndexerClaimConfig()] if _indexer("k", "sm_90a")(workload) else []
-
-
 _INDEXER_PARTS = {
     "q": (indexer.IndexerQConfig, indexer.q_support_table),
     "k": (indexer.IndexerKConfig, indexer.k_support_table),
@@ -321,14 +317,6 @@ KERNELS = {
             )
             for part, (config, variants) in _INDEXER_PARTS.items()
             for targets in (indexer.TARGETS[:1], indexer.E2M1_TARGETS)
-        ),
-        Compilable(
-            "indexer_claim",
-            indexer.TARGETS,
-            indexer.IndexerClaimConfig,
-            "cute_kernels.indexer.build:compile_claim",
-            lambda: [indexer.IndexerClaimConfig()],
-            _indexer_claim,
         ),
     )
 }

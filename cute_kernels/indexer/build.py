@@ -6,8 +6,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-from cute_kernels.indexer import k_kernel, q_kernel, tokens, window
-from cute_kernels.indexer.config import IndexerClaimConfig, IndexerKConfig, IndexerQConfig
+from cute_kernels.indexer import claims, k_kernel, q_kernel, tokens, window
+from cute_kernels.indexer.config import IndexerKConfig, IndexerQConfig
 from cute_kernels.store.build import ones, slots
 
 
@@ -21,13 +21,10 @@ def compile_q(config: IndexerQConfig, options: str):
 
 def compile_k(config: IndexerKConfig, options: str):
     """The compiled launch function of ``IndexerK``."""
-    groups = (tokens.Tokens, window.State, k_kernel.Rotary, k_kernel.Norm, k_kernel.Cache)
+    groups = (
+        tokens.Tokens, claims.Claims, window.State, k_kernel.Rotary, k_kernel.Norm, k_kernel.Cache,
+    )  # fmt: skip
     return _compile(k_kernel.IndexerK(config), slots(), groups, options)
-
-
-def compile_claim(config: IndexerClaimConfig, options: str):
-    """The compiled launch function of ``ClaimRows``."""
-    return _compile(tokens.ClaimRows(), slots(), (tokens.Tokens,), options)
 
 
 def _compile(kernel, tensor, groups, options: str):

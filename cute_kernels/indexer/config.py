@@ -32,13 +32,11 @@ WARP_CHANNELS = 32 * LANE_CHANNELS
 # threads that then join four parts of a channel each meet no bank conflicts.
 JOIN_ROW_BYTES = 4 * (WARP_CHANNELS + 8)
 JOINED_WARPS = 4
-# In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row,
-# and a flag. And a byte for each of so many low parts of slots, a power of two.
-ENTRY_BYTES, FLAG_BYTES, MARKS = 16, 4, 8192
-# Calls of up to `SCANNED_TOKENS` look for repeated slots in the kernel itself: so many chunks of so
-# many tokens' are in shared memory. Longer calls are preceded by a launch of `IndexerClaimConfig`.
-SCAN_TOKENS, SCAN_STAGES, SLOT_BYTES = 2048, 4, 8
-SCANNED_TOKENS = SCAN_STAGES * SCAN_TOKENS
+# In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row.
+ENTRY_BYTES = 16
+# Tokens of a call whose slots are all looked at for each row. Rows of longer calls claim their
+# slots (`claims.py`), and these have at most so many CTAs.
+SEEN_TOKENS, TURNS = 256, 512
 # Calls of up to this many tokens have one CTA an SM (measured between 1,024 and 4,096).
 SHORT_TOKENS = 2048
 # Shared memory of an SM; each CTA takes 1 KiB more than it asks for.
@@ -142,25 +140,22 @@ class IndexerKConfig:
         return rows * JOIN_ROW_BYTES // 4 + self.vectors * WARP_CHANNELS
 
     @property
-    def ring_bytes(self) -> int:
-        """The chunks of slots, and later what warps join."""
-        return max(4 * self.join_floats, SCAN_STAGES * SCAN_TOKENS * SLOT_BYTES)
-
-    @property
     def list_bytes(self) -> int:
-        """The list of rows (`rows.Memory`) but for ring and barriers."""
-        return (ENTRY_BYTES + FLAG_BYTES) * self.threads + MARKS + 16
+        """The list of rows (`rows.Memory`)."""
+        return ENTRY_BYTES * self.threads + 16
 
     @property
     def shared_bytes(self) -> int:
-        return self.ring_bytes + self.list_bytes + 8 * SCAN_STAGES
+        return 4 * self.join_floats + self.list_bytes
 
 
-@dataclass(frozen=True)
-class IndexerClaimConfig:
-    """The kernel that gives each slot to one of the complete rows that name it."""
-
-    name: str = "indexer_claim"
+def claim_buckets(tokens: int) -> int:
+    """Of a table of claims: a power of two. Up to 4,096 tokens at least 4 for each, so that few
+    rows meet others, and then 2; none where calls need no table."""
+    if tokens <= SEEN_TOKENS:
+        return 0
+    two = 1 << (2 * tokens - 1).bit_length()
+    return max(two, min(2 * two, 16384))
 
 
 def kernel_name(part: str, target: str) -> str:

@@ -122,7 +122,7 @@ def compress_norm_rope_insert(
         positions: (T,) int64.
         slot_mapping: (n,) int64, n <= T; tokens from n on are padding. Slot s is row s % block_size
             of block s // block_size. Slots beyond the capacity are never written; of rows with
-            one slot one is stored whole: the last in calls of up to 8,192 tokens, and on the CPU.
+            one slot one is stored whole: on the CPU the last, on a GPU any.
         state_block_table: (B, max_blocks) int32; only entries of windows are followed.
         norm_weight: (D,) float32 or bfloat16.
         norm_eps: at least 0, finite as float32.

@@ -9,8 +9,7 @@ one row after the other; where windows are long all warps of a CTA share each (`
 warp then finishes the row: RMSNorm, rotation, quantization, and the store.
 
 Positions, sequences and blocks outside their tables are moved inside: nothing outside of the
-tensors is read, and the row is then of no use. Of rows with one slot one is stored: in short calls
-the last, in longer ones that which `tokens.ClaimRows`, launched before, let win.
+tensors is read, and the row is then of no use. Of rows with one slot one is stored (`claims.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels import dsl, dsl_store
+from cute_kernels.indexer.claims import Claims
 from cute_kernels.indexer.config import (
     CHUNK,
     LANE_CHANNELS,
@@ -42,7 +42,7 @@ from cute_kernels.indexer.quantize import (
 from cute_kernels.indexer.rows import Entry, Memory, Rows
 from cute_kernels.indexer.tokens import Tokens
 from cute_kernels.indexer.window import Compressor, State
-from cute_kernels.store.kernel import Divisor, divided, owns
+from cute_kernels.store.kernel import Divisor, divided
 
 # Lanes with the chunks of a group, and of a row: two lanes hold the elements of a chunk.
 _GROUP_MASKS, _WARP_MASKS = (2, 4), (2, 4, 8, 16)
@@ -105,13 +105,14 @@ class IndexerK(Compressor):
         self,
         mSlots: cute.Tensor,
         tokens: Tokens,
+        claims: Claims,
         state: State,
         rotary: Rotary,
         norm: Norm,
         cache: Cache,
         stream,
     ):
-        self.kernel(mSlots, tokens, state, rotary, norm, cache).launch(
+        self.kernel(mSlots, tokens, claims, state, rotary, norm, cache).launch(
             grid=(cute.ceil_div(tokens.tokens, tokens.span), 1, 1),
             block=(self.config.threads, 1, 1),
             stream=stream,
@@ -125,70 +126,44 @@ class IndexerK(Compressor):
         self,
         mSlots: cute.Tensor,
         tokens: Tokens,
+        claims: Claims,
         state: State,
         rotary: Rotary,
         norm: Norm,
         cache: Cache,
     ):
-        shared, full = self.allocate()
-        memory = self.rows.memory(shared, full)
+        shared = self.allocate()
+        memory = self.rows.memory(shared + 4 * self.config.join_floats)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         slots = mSlots.iterator.toint()
         first = cta * tokens.span
         end = dsl_store.min_s32(first + tokens.span, tokens.tokens)
-        if first + tid < end:
-            self.rows.prefetch(slots, tokens, first + tid)
-        self.rows.begin(memory)
-        # In this order: what is launched now may read what the kernels before this one wrote.
-        # Behind `ClaimRows`, which waited for them, `owns` waits for it, and the end below.
-        if tokens.owner == 0:
-            cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        self.rows.prefetch(slots, tokens, claims, first + tid, end)
+        self.rows.clear(memory)
         cute.arch.sync_threads()
-        chunk, warp = Int32(0), self.independent_warp()
+        # In this order: what is launched now may read what the kernels before this one wrote.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         for start in cutlass.range(first, end, self.config.threads, unroll=1):
-            later = self.rows.later(slots, tokens, start, end, chunk)
-            count, edge = self.rows.gather(slots, tokens, memory, start, end, later)
-            # After the loads of `gather`, which copies would hold up, and before those of states,
-            # which would hold up copies. Where windows are long many CTAs have no rows.
-            if tokens.owner == 0 and (self.config.warps == 1 or count > 0):
-                self.rows.fetch(slots, memory, later)
-                chunk = chunk + later.chunks
-            scan = partial(self.rows.scan, slots, tokens, memory, later, edge, count)
-            if const_expr(self.config.warps == 1):
-                # Without rows too: copies must have come before a CTA ends.
-                if tokens.owner == 0 and warp >= count:
-                    scan()
-                    cute.arch.sync_threads()
+            count = self.rows.gather(slots, tokens, claims, memory, start, end)
+            warp = self.independent_warp()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
-                look = partial(self._look, tokens, memory, i, count, i == warp, scan)
-                self._row(tokens, state, rotary, norm, cache, memory, shared, i, look)
-            if later.first < end:
-                # Copies come to where warps joined their parts.
-                if const_expr(self.config.warps > 1):
-                    cute.arch.fence_proxy("async.shared", space="cta")
+                self._row(slots, tokens, claims, state, rotary, norm, cache, memory, shared, i)
+            if start + self.config.threads < end:
                 cute.arch.sync_threads()
                 self.rows.clear(memory)
                 cute.arch.sync_threads()
-        if tokens.owner != 0:
-            # A CTA without rows has not waited yet, and who follows relies on it.
-            cute.arch.griddepcontrol_wait()
-
-    @cute.jit
-    def _look(self, tokens: Tokens, memory: Memory, i: Int32, count: Int32, first, scan):
-        """In a short call: flag row i if its slot is repeated. `first`: of the warp's rows; then it
-        helps with the scan, and waits until all warps have done so."""
-        if tokens.owner == 0:
-            self.rows.compare(memory, i, count)
-            if first:
-                scan()
-                cute.arch.sync_threads()
+        # The last warp is the last to get rows.
+        if claims.buckets > 0 and tid >= self.config.threads - 32:
+            claims.hand_on(self.rows.turn(memory))
 
     @cute.jit
     def _row(
         self,
+        slots,
         tokens: Tokens,
+        claims: Claims,
         state: State,
         rotary: Rotary,
         norm: Norm,
@@ -196,19 +171,45 @@ class IndexerK(Compressor):
         memory: Memory,
         shared: Int32,
         i: Int32,
-        look,
     ):
         """Compress and insert row i of the list; all lanes take part."""
         entry = self.rows.entry(memory, i)
-        factors_of = partial(
-            self._factors_of, tokens, rotary, norm, entry.position, state.head_size
-        )
-        channels, factors = self.window(state, entry, factors_of, look)
+        early = partial(self._early, tokens, claims, memory, rotary, norm, entry, state.head_size)
+        late = partial(self._late, slots, tokens, claims, memory, entry)
+        channels, (factors, stored) = self.window(state, entry, early, late)
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
             # Read again instead of kept in registers.
-            entry, repeated = self.rows.entry(memory, i), self.rows.repeated(memory, i)
-            self._finish(tokens, rotary, norm, cache, entry, compressed, factors, repeated)
+            slot = self.rows.entry(memory, i).slot
+            self._finish(rotary, norm, cache, slot, compressed, factors, stored)
+
+    @cute.jit
+    def _early(
+        self,
+        tokens: Tokens,
+        claims: Claims,
+        memory: Memory,
+        rotary: Rotary,
+        norm: Norm,
+        entry: Entry,
+        head_size: Int32,
+    ):
+        """Ask for the row's slot, and for what multiplies the row."""
+        found = Int32(0)
+        if claims.buckets > 0 and self.warp() == 0:
+            found = claims.ask(self.rows.turn(memory), entry.slot)
+        return self._factors_of(tokens, rotary, norm, entry.position, head_size), found
+
+    @cute.jit
+    def _late(self, slots, tokens: Tokens, claims: Claims, memory: Memory, entry: Entry, asked):
+        """What multiplies the row, and 1 if it is the one to be stored of those with its slot."""
+        factors, found = asked
+        if self.warp() == 0:
+            if claims.buckets > 0:
+                found = claims.found(self.rows.turn(memory), entry.slot, found)
+            else:
+                found = self.rows.is_repeated(slots, tokens, entry)
+        return factors, Int32(found == 0)
 
     def _factors_of(
         self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int32, head_size: Int32
@@ -245,14 +246,13 @@ class IndexerK(Compressor):
     @cute.jit
     def _finish(
         self,
-        tokens: Tokens,
         rotary: Rotary,
         norm: Norm,
         cache: Cache,
-        entry: Entry,
+        slot: Int32,
         compressed,
         factors,
-        repeated: Int32,
+        stored: Int32,
     ):
         """By one warp: from its lanes' channels to stored bytes."""
         lane = cute.arch.lane_idx()
@@ -271,16 +271,15 @@ class IndexerK(Compressor):
             self.quantizer.codes(chunk, inverse_scales(one)[0])
             for chunk, one in zip(words, scale_codes, strict=True)
         ]
-        block, row_of_block = divided(entry.slot, cache.rows)
+        block, row_of_block = divided(slot, cache.rows)
         data = cache.data + Int64(block) * cache.block
         values = data + Int64(row_of_block) * Int64(cache.row_values)
         scales = data + cache.scales + Int64(row_of_block) * Int64(cache.row_scales)
-        if repeated == 0:
-            if owns(tokens.owner, entry.token, Int64(entry.slot)):
-                for v in cutlass.range_constexpr(self.config.vectors):
-                    channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
-                    if channel < head_size:
-                        self._store(cache, values, scales, channel, codes[v], scale_codes[v])
+        if stored != 0:
+            for v in cutlass.range_constexpr(self.config.vectors):
+                channel = v * WARP_CHANNELS + lane * LANE_CHANNELS
+                if channel < head_size:
+                    self._store(cache, values, scales, channel, codes[v], scale_codes[v])
 
     def _words(self, rotary: Rotary, norm: Norm, head_size: Int32, compressed, factors):
         """The chunks of rounded pairs that a lane and its neighbour hold together; both get them.

@@ -11,19 +11,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arch import device_arch, on_device
+from cute_kernels.arch import current_stream, device_arch, on_device
 from cute_kernels.compile.obtain import launcher
 from cute_kernels.compile.plans import CompileUnit
+from cute_kernels.counters import counters_for
 from cute_kernels.indexer.arguments import IndexerK, IndexerQ
 from cute_kernels.indexer.config import (
     CHUNK,
     MAX_HEAD_SIZE,
     MAX_HEADS,
     Q_THREADS,
-    SCANNED_TOKENS,
     TARGETS,
-    IndexerClaimConfig,
+    TURNS,
     Table,
+    claim_buckets,
     k_config,
     kernel_name,
     q_config,
@@ -32,7 +33,6 @@ from cute_kernels.indexer.formats import HEAD_MULTIPLE
 from cute_kernels.store.op import are_multiples, divisor
 
 _INT32_MAX = 2**31 - 1
-_CLAIM = IndexerClaimConfig()
 
 
 def why_not(call: IndexerQ | IndexerK) -> str | None:
@@ -182,9 +182,9 @@ class KLaunch(NamedTuple):
     """
 
     function: Callable[..., None]
-    claim: Callable[..., None] | None
     device: torch.device
     capacity: int
+    buckets: int
     tokens: tuple[int, ...]
     state: tuple[Any, ...]
     vectors: bool
@@ -211,21 +211,26 @@ class KLaunch(NamedTuple):
     ) -> None:  # fmt: skip
         slots = slot_mapping.contiguous()
         count, span, position, sequence, ratio = self.tokens
-        owner = None
-        if self.claim is not None:
-            owner = torch.empty(self.capacity, dtype=torch.int32, device=self.device)
-        tokens = (
-            count, span, positions.data_ptr(), position, token_to_seq.data_ptr(), sequence, ratio,
-            self.capacity, 0 if owner is None else owner.data_ptr(),
-        )  # fmt: skip
-        if self.claim is not None:
-            self.claim(slots, tokens)
+        claims = 0
+        if self.buckets:
+            stream = current_stream(self.device.index)
+            claims = counters_for(self.device, stream, TURNS + 2 * self.buckets).data_ptr()
         at_state, at_cache = state_cache.data_ptr(), k_cache.data_ptr()
         at_norm = norm_weight.data_ptr()
         vector = int(self.vectors and at_state % 16 == 0)
         self.function(
             slots,
-            tokens,
+            (
+                count,
+                span,
+                positions.data_ptr(),
+                position,
+                token_to_seq.data_ptr(),
+                sequence,
+                ratio,
+                self.capacity,
+            ),
+            (claims, self.buckets),
             (at_state, vector, *self.state, state_block_table.data_ptr(), *self.table),
             (cos_sin_cache.data_ptr(), *self.rotary),
             (at_norm, int(self.norm_kind[at_norm % self.norm_bytes != 0]), *self.norm),
@@ -244,18 +249,15 @@ def prepare_k(call: IndexerK) -> KLaunch:
     wide = dense and state.data_ptr() % 16 == 0
     config = k_config(call.cache_format.name, head_size, window, arch.target, wide)
     blocks, block_size = call.k_cache.shape[:2]
-    span = -(-count // (config.ctas_of_call(count) * arch.sm_count))
+    span = -(-count // min(config.ctas_of_call(count) * arch.sm_count, TURNS))
     table, norm_weight = call.cos_sin_cache, call.norm_weight
-    claim = None
-    if count > SCANNED_TOKENS:
-        claim = _compiled("indexer_claim", _CLAIM, device, arch.target)
     norm_kind, norm_bytes = table_kind(norm_weight, True)
     values, scales = call.cache_format.row_parts(head_size)
     return KLaunch(
         function=_compiled(kernel_name("k", arch.target), config, device, arch.target),
-        claim=claim,
         device=device,
         capacity=blocks * block_size,
+        buckets=claim_buckets(count),
         tokens=(
             count,
             span,

@@ -20,7 +20,6 @@ from cute_kernels.indexer.config import (
     JOIN_ROW_BYTES,
     JOINED_WARPS,
     LANE_CHANNELS,
-    SCAN_STAGES,
     WARP_CHANNELS,
     WINDOW_ROWS,
     IndexerKConfig,
@@ -86,12 +85,11 @@ class Compressor:
     def __init__(self, config: IndexerKConfig):
         self.config = config
 
-    def allocate(self):
-        """`config.shared_bytes` of shared memory: an address, and barriers behind all else."""
+    def allocate(self) -> Int32:
+        """`config.shared_bytes` of shared memory: an address."""
         allocator = cutlass.memory.SmemAllocator()
-        words = (self.config.ring_bytes + self.config.list_bytes) // 4
-        shared = allocator.allocate_array(Int32, words, byte_alignment=128).toint()
-        return shared, allocator.allocate_array(Int64, SCAN_STAGES, byte_alignment=8)
+        words = self.config.shared_bytes // 4
+        return allocator.allocate_array(Int32, words, byte_alignment=128).toint()
 
     def warp(self) -> Int32:
         """The warp's number among those that share a window."""
@@ -110,20 +108,20 @@ class Compressor:
     @cute.jit
     def window(self, state: State, row: Entry, early, late):
         """The softmax of the warp's rows of the window, in each channel of each lane, by vector;
-        and what `early()` returns.
+        and what `late` returns.
 
-        It is called while entries of the block table are on their way, `late()` while states are.
+        `early()` is called while entries of the block table are on their way, `late`, with what it
+        returned, while states are.
         """
         if const_expr(not self.config.loop):
             first = self.warp() * WINDOW_ROWS
             place = self._places(state, row, first)
             result = early()
             words = self._state_words(state, self._addresses(state, place), 0)
-            late()
+            result = late(result)
             channels = [self._softmax(state, row, first, words, None)]
         else:
-            result = early()
-            late()
+            result = late(early())
             empty = (dsl.NEG_INF, 0.0, 0.0)
             channels = [
                 [Softmax(*map(Float32, empty)) for _ in range(LANE_CHANNELS)]

@@ -14,8 +14,10 @@ from cute_kernels.indexer.arguments import check_k, check_q
 from cute_kernels.indexer.config import (
     HEAD_SIZES,
     MAX_HEAD_SIZE,
-    SCANNED_TOKENS,
+    SEEN_TOKENS,
     TARGETS,
+    TURNS,
+    claim_buckets,
     k_config,
     k_support_table,
     q_config,
@@ -41,10 +43,20 @@ class Recorder:
         self.calls.append(groups)
 
 
+class Compiled(dict):
+    """{kernel: (variant, recorder)}; claims: memory for them, by its number of words."""
+
+    claims: dict[int, torch.Tensor]
+
+
 @pytest.fixture
 def compiled(monkeypatch):
-    """{kernel: (variant, recorder)} of what is compiled, on a device of 132 SMs."""
-    found: dict[str, tuple] = {}
+    """What is compiled, on a device of 132 SMs."""
+    found = Compiled()
+    found.claims = {}
+
+    def zeros(device, stream, count):
+        return found.claims.setdefault(count, torch.zeros(count, dtype=torch.int32))
 
     def stand_in(kernel, config, device, target):
         return found.setdefault(kernel, (config, Recorder()))[1]
@@ -52,6 +64,8 @@ def compiled(monkeypatch):
     monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 132))
     monkeypatch.setattr(arch, "current_device", lambda: None)
     monkeypatch.setattr(op, "_compiled", stand_in)
+    monkeypatch.setattr(op, "current_stream", lambda index: 7)
+    monkeypatch.setattr(op, "counters_for", zeros)
     return found
 
 
@@ -152,14 +166,16 @@ def test_a_launch_of_k(compiled, ratio, cache_format):
     assert config == k_config(cache_format, 128, 8 if ratio == 4 else 128, "sm_90a")
     ((slots, *groups),) = recorder.calls
     assert slots is call.slot_mapping
-    kinds = (k_kernel.Tokens, k_kernel.State, k_kernel.Rotary, k_kernel.Norm, k_kernel.Cache)
+    kinds = (
+        k_kernel.Tokens, k_kernel.Claims, k_kernel.State, k_kernel.Rotary, k_kernel.Norm,
+        k_kernel.Cache,
+    )  # fmt: skip
     assert all(fits(group, kind) for group, kind in zip(groups, kinds, strict=True))
-    state = k_kernel.State(*groups[1])
+    state = k_kernel.State(*groups[2])
     assert (state.window, state.late_rows) == (8 if ratio == 4 else 128, ratio)
     assert (state.vector, state.element) == (1, 4)
-    assert "indexer_claim" not in compiled and k_kernel.Tokens(*groups[0]).owner == 0
     # Blocks at odd addresses, as KCall has them.
-    assert k_kernel.Cache(*groups[4]).aligned == 0
+    assert k_kernel.Cache(*groups[5]).aligned == 0
 
 
 def test_states_that_do_not_allow_16_byte_loads_have_a_variant_of_their_own(compiled):
@@ -184,13 +200,39 @@ def test_tokens_are_dealt_to_what_is_resident(compiled):
         compiled.clear()
 
 
-def test_long_calls_claim_their_slots_first(compiled):
-    case = KCase("case", "mxfp4", 4, 1, lengths=(SCANNED_TOKENS + 4,))
-    call = check_k(**KCall(case).arguments)
+@pytest.mark.parametrize(
+    "count, buckets", ((257, 2048), (1024, 4096), (4097, 16384), (9000, 32768))
+)
+def test_memory_for_claims(compiled, count, buckets):
+    """A word for each CTA and two tables."""
+    case = KCase("case", "mxfp4", 4, 1, lengths=(9000,))
+    arguments = KCall(case).arguments
+    call = check_k(**arguments | {"slot_mapping": arguments["slot_mapping"][:count]})
     op.prepare_k(call).go(*interface._k_tensors(call))
-    ((_, tokens),) = compiled["indexer_claim"][1].calls
-    ((_, same, *_),) = compiled["indexer_k_sm90"][1].calls
-    assert tokens == same and tokens[-1] != 0
+    ((_, tokens, claims, *_),) = compiled["indexer_k_sm90"][1].calls
+    assert claims == (compiled.claims[TURNS + 2 * buckets].data_ptr(), buckets)
+    assert -(-tokens[0] // tokens[1]) <= TURNS
+
+
+def test_short_calls_claim_nothing(compiled):
+    for ratio in (4, 128):
+        case = KCase("case", "mxfp4", ratio, int(ratio == 4), lengths=(SEEN_TOKENS - 1,))
+        call = check_k(**KCall(case).arguments)
+        op.prepare_k(call).go(*interface._k_tensors(call))
+        assert compiled.pop("indexer_k_sm90")[1].calls[0][2] == (0, 0) and not compiled.claims
+
+
+def test_tables_are_at_most_half_full():
+    for tokens in range(SEEN_TOKENS + 1, 40_000, 7):
+        buckets = claim_buckets(tokens)
+        assert 2 * tokens <= buckets < 8 * tokens and buckets & (buckets - 1) == 0
+
+
+def test_a_gpu_of_many_sms_has_no_more_ctas_than_words(compiled, monkeypatch):
+    monkeypatch.setattr(op, "device_arch", lambda index: DeviceArch((9, 0), "sm_90a", 400))
+    call = check_k(**KCall(KCase("case", "mxfp4", 4, 1, lengths=(4096,))).arguments)
+    count, span = op.prepare_k(call).tokens[:2]
+    assert TURNS - 64 < -(-count // span) <= TURNS
 
 
 # ---- both ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from cute_kernels import compress_norm_rope_insert
 from cute_kernels.indexer import interface, op
-from cute_kernels.indexer.config import SCANNED_TOKENS
+from cute_kernels.indexer.config import claim_buckets
 from cute_kernels.prepared import PreparedCalls
 from tests.indexer.gpu_helpers import GpuCall, kernel, on_gpu, strided_copy
 from tests.indexer.helpers import (
@@ -67,13 +67,12 @@ def test_bytes_and_nothing_but_them(kernel, case):
 
 
 @pytest.mark.parametrize("ratio", (4, 128))
-@pytest.mark.parametrize("long", (False, True), ids=("scanned", "claimed"))
+@pytest.mark.parametrize("long", (False, True), ids=("short", "long"))
 @FORMATS
 def test_prefills(kernel, ratio, long, cache_format):
     lengths = {4: (20_003, 517, 1), 128: (38_400, 127, 900)}[ratio] if long else (6000, 127, 900)
     case = KCase("long", cache_format, ratio, int(ratio == 4), lengths=lengths, block_size=64)
     call = KCall(case, seed=ratio)
-    assert (len(call.arguments["slot_mapping"]) > SCANNED_TOKENS) == long
     check(call, run(GpuCall(call)))
 
 
@@ -124,47 +123,25 @@ def test_aligned_rows(kernel, cache_format):
 
 @FORMATS
 def test_slots(kernel, cache_format):
-    """Skipped, beyond the capacity, repeated (the last is stored), tokens past the mapping."""
+    """Skipped, beyond the capacity, tokens past the mapping."""
     call = KCall(replace(DEFAULT, cache_format=cache_format, lengths=(32,)))
     capacity = call.arguments["k_cache"].shape[0] * 8
     slots = call.arguments["slot_mapping"]
-    slots[3::4] = torch.tensor([-1, capacity, 2**62, -(2**63), 5, 9, 5, 0])
-    call.rows = [(5, 0, 27), (9, 0, 23)]
+    slots[3::4] = torch.tensor([-1, capacity, 2**62, -(2**63), 5, 9, 6, 0])
+    call.rows = [(5, 0, 19), (9, 0, 23), (6, 0, 27)]
     call.arguments["slot_mapping"] = slots[:-2]
     check(call, run(GpuCall(call)))
 
 
-def rows_by_slot(call: KCall, modulus: int) -> tuple[np.ndarray, dict[int, list[bytes]]]:
-    """The memory after a call whose n-th complete token has slot n % modulus, and what rows with
-    slots of their own would be, by slot, the last one last."""
-    own = run(GpuCall(call)).copy()
-    complete = (call.arguments["positions"][:-1] + 1) % call.case.ratio == 0
-    slots = call.arguments["slot_mapping"].clone()
-    slots[:-1][complete] = torch.arange(int(complete.sum())) % modulus
-    by_slot: dict[int, list[bytes]] = {}
-    for i, (slot, _, _) in enumerate(call.rows):
-        row = b"".join(own[at].tobytes() for at in call.ranges(slot))
-        by_slot.setdefault(i % modulus, []).append(row)
-    return run(GpuCall(call), slot_mapping=slots.cuda()), by_slot
+# Calls without claims and with them, with windows of up to 8 rows and longer ones.
+REPEATS = ((4, 200), (12, 240), (16, 400), (1, 700), (4, 900), (4, 8000), (4, 12_000), (128, 8064))
 
 
+@pytest.mark.parametrize("ratio, length", REPEATS)
 @FORMATS
-def test_repeated_slots_of_a_claimed_call(kernel, cache_format):
-    """One row of each slot is stored whole."""
-    case = replace(DEFAULT, cache_format=cache_format, lengths=(SCANNED_TOKENS + 4000,))
-    call = KCall(replace(case, block_size=64))
-    memory, by_slot = rows_by_slot(call, 100)
-    for slot, rows in by_slot.items():
-        assert b"".join(memory[at].tobytes() for at in call.ranges(slot)) in rows, slot
-    for slot in range(100, 128):
-        assert all((memory[at] == SENTINEL).all() for at in call.ranges(slot))
-
-
-@pytest.mark.parametrize("ratio, length", ((1, 700), (4, 900), (4, 8000), (128, 8064)))
-@FORMATS
-def test_repeated_slots_of_a_scanned_call(kernel, cache_format, ratio, length):
-    """The last row of each slot is stored whole. Tokens that complete nothing have slots too."""
-    check_last_rows(cache_format, ratio, length)
+def test_repeated_slots(kernel, cache_format, ratio, length):
+    """One row of each slot is stored whole. Tokens that complete nothing have slots too."""
+    check_repeats(cache_format, ratio, length)
 
 
 @pytest.mark.parametrize("ratio, length", ((4, 8000), (128, 8064)))
@@ -173,17 +150,61 @@ def test_spans_of_more_tokens_than_threads(kernel, monkeypatch, ratio, length):
     device_arch = op.device_arch
     monkeypatch.setattr(op, "device_arch", lambda index: device_arch(index)._replace(sm_count=3))
     monkeypatch.setattr(interface, "_PREPARED_K", PreparedCalls())
-    check_last_rows("mxfp4", ratio, length)
+    check_repeats("mxfp4", ratio, length)
 
 
-def check_last_rows(cache_format: str, ratio: int, length: int) -> None:
+def check_repeats(cache_format: str, ratio: int, length: int) -> None:
     case = KCase("case", cache_format, ratio, int(ratio == 4), lengths=(length,), block_size=64)
     call = KCall(case)
+    own = run(GpuCall(call)).copy()
+    complete = (call.arguments["positions"][:-1] + 1) % ratio == 0
     modulus = max(9, length // ratio // 3)
-    memory, by_slot = rows_by_slot(call, modulus)
+    slots = call.arguments["slot_mapping"].clone()
+    slots[:-1][complete] = torch.arange(int(complete.sum())) % modulus
+    by_slot: dict[int, list[bytes]] = {}
+    for i, (slot, _, _) in enumerate(call.rows):
+        row = b"".join(own[at].tobytes() for at in call.ranges(slot))
+        by_slot.setdefault(i % modulus, []).append(row)
     assert len(by_slot) == modulus and len(call.rows) >= 2 * modulus
+    memory = run(GpuCall(call), slot_mapping=slots.cuda())
     for slot, rows in by_slot.items():
-        assert b"".join(memory[at].tobytes() for at in call.ranges(slot)) == rows[-1], slot
+        assert b"".join(memory[at].tobytes() for at in call.ranges(slot)) in rows, slot
+        memory[np.r_[call.ranges(slot)]] = SENTINEL
+    assert (memory == SENTINEL).all()
+
+
+def test_slots_of_one_bucket(kernel):
+    """Slots that are all a multiple of the call's buckets apart: each has its row."""
+    case = KCase("case", "mxfp4", 4, 1, lengths=(260,), block_size=64)
+    call = KCall(case)
+    slots = torch.arange(65) * claim_buckets(261) + 7
+    shape = (int(slots[-1]) // 64 + 1, 64, sum(case.row_bytes))
+    call.memory = torch.full((call.offset + shape[0] * call.block_stride,), SENTINEL).byte()
+    strides = (call.block_stride, shape[2], 1)
+    call.arguments["k_cache"] = call.memory.as_strided(shape, strides, call.offset)
+    complete = (call.arguments["positions"][:-1] + 1) % 4 == 0
+    call.arguments["slot_mapping"][:-1][complete] = slots
+    call.rows = [(slot, *row[1:]) for slot, row in zip(slots.tolist(), call.rows, strict=True)]
+    check(call, run(GpuCall(call)))
+
+
+def test_calls_after_one_another(kernel):
+    """Each finds no claims of those before, which had its slots and memory for claims, nor of
+    another stream's, however many CTAs they have."""
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for count in (301, 260, 280, 301, 301, 270):
+        calls = [KCall(replace(DEFAULT, lengths=(300,))) for _ in streams]
+        for call in calls:
+            call.arguments["slot_mapping"] = call.arguments["slot_mapping"][:count]
+            call.rows = [row for row in call.rows if row[2] < count]
+        on_device = [GpuCall(call) for call in calls]
+        torch.cuda.synchronize()
+        for stream, gpu in zip(streams, on_device, strict=True):
+            with torch.cuda.stream(stream):
+                compress_norm_rope_insert(**gpu.arguments)
+        torch.cuda.synchronize()
+        for call, gpu in zip(calls, on_device, strict=True):
+            check(call, gpu.memory.cpu().numpy())
 
 
 @pytest.mark.parametrize("ratio", (4, 128))
@@ -266,7 +287,7 @@ def test_graph_replay_reads_what_changed(kernel, ratio, lengths):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         compress_norm_rope_insert(**gpu.arguments)
-    for seed in (1, 2):
+    for seed in (1, 2, 2):
         other = KCall(case, seed=seed)
         fresh = on_gpu({k: v for k, v in other.arguments.items() if k != "k_cache"})
         for name, x in fresh.items():

@@ -269,7 +269,7 @@ def test_the_indexer_and_unknown_layers_of_deepseek_v4_are_named():
     # Q: two formats, few and many rows, these sizes and any. K: two formats, windows of 8 rows, of
     # 128 and of any number.
     assert sorted(planned.unit.kernel for planned in indexer) == (
-        ["indexer_claim"] + ["indexer_k_sm90"] * 6 + ["indexer_q_sm90"] * 8
+        ["indexer_k_sm90"] * 6 + ["indexer_q_sm90"] * 8
     )
     assert {planned.reasons for planned in indexer} == {
         ("indexer (64 heads of 128) on sm_90a, TP 1/8",)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from cute_kernels.arch import current_stream, on_device
-from cute_kernels.attention.common.counters import counters_for, workspace_for
+from cute_kernels.counters import counters_for, workspace_for
 
 
 class Launch(Protocol):

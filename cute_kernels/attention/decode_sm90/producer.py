@@ -291,14 +291,18 @@ class Producer:
                 if ((ahead & 31) == 0) & (ahead > 0):
                     page, in_page = self.look_up(segment, t)
                 box_of_step = ahead
-                ahead = ahead + config.warpgroups * layout.boxes
+                boxes_of_tile = []
+                for _ in cutlass.range_constexpr(config.warpgroups):
+                    boxes_of_tile.append(self.boxes_from(page, in_page, ahead))
+                    ahead = ahead + layout.boxes
                 # Of a step's tiles first all keys, then the values: as the consumers ask for them.
                 for operand in cutlass.range_constexpr(2):
                     begins = const_expr(operand == 0 or not config.paired)
                     ends = const_expr(operand == 1 or not config.paired)
                     for z in cutlass.range_constexpr(config.warpgroups):
-                        # Of two tiles asked for again: a producer has no registers to keep them.
-                        if const_expr(operand == 0 or config.warpgroups > 1):
+                        boxes = boxes_of_tile[z]
+                        # Beside block scales it has no registers to keep those of two tiles.
+                        if const_expr(config.block_scaled and config.warpgroups > 1):
                             number = box_of_step + z * layout.boxes
                             boxes = self.boxes_from(page, in_page, number)
                         live = Int32(1)

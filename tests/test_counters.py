@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from cute_kernels.attention.common import counters
-from cute_kernels.attention.common.counters import CounterArena
+from cute_kernels import counters
+from cute_kernels.counters import CounterArena
 
 
 class Cuda:
@@ -62,6 +62,7 @@ def test_each_recorded_call_has_its_own(arena, cuda):
 
 def test_a_full_arena_is_kept_for_the_graphs_that_know_it(arena, cuda, monkeypatch):
     monkeypatch.setattr(counters, "_ARENA_COUNTERS", 200)
+    monkeypatch.setattr(counters, "_RECORDED_CALLS", 0)
     first = arena.slice_for(1, 132)
     second = arena.slice_for(2, 132)
     assert len(arena._arenas) == 2 and not overlap(first, second)
@@ -70,11 +71,27 @@ def test_a_full_arena_is_kept_for_the_graphs_that_know_it(arena, cuda, monkeypat
 
 def test_a_full_arena_under_capture_leaves_it_to_the_graph(arena, cuda, monkeypatch):
     monkeypatch.setattr(counters, "_ARENA_COUNTERS", 200)
+    monkeypatch.setattr(counters, "_RECORDED_CALLS", 0)
     arena.slice_for(1, 132)
     cuda.capturing = True
     recorded = arena.slice_for(1, 132)
     assert not recorded.any() and not overlap(recorded, arena._arenas[0])
     assert len(arena._arenas) == 1 and cuda.synchronized == 1
+
+
+def test_an_eager_call_leaves_room_for_recorded_ones(arena, cuda, monkeypatch):
+    """Also one that has its slice already: each batch size that is recorded is called before."""
+    monkeypatch.setattr(counters, "_ARENA_COUNTERS", 200)
+    monkeypatch.setattr(counters, "_RECORDED_CALLS", 3)
+    recorded = [arena.slice_for(1, 1000)]
+    for _ in range(2):
+        cuda.capturing = True
+        recorded += [arena.slice_for(1, 1000) for _ in range(3)]
+        cuda.capturing = False
+        assert arena.slice_for(1, 1000).data_ptr() == recorded[0].data_ptr()
+    assert len(arena._arenas) == 3 and all(x.shape == (1000,) for x in recorded)
+    assert all(any(overlap(x, y) for y in arena._arenas) for x in recorded)
+    assert not any(overlap(a, b) for i, a in enumerate(recorded) for b in recorded[:i])
 
 
 def test_threads_on_the_per_thread_stream_do_not_share(arena):

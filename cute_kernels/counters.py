@@ -1,10 +1,11 @@
 """Device memory that a launch shares with no other: counters, zero between launches, and workspace.
 
 A kernel whose CTAs wait for each other counts arrivals in global memory and clears the counters
-itself. They must be zero before the first launch, and two launches that can run at the same time
-must not share them. So each (device, stream) has its own slice for eager calls, and each call
-recorded in a CUDA graph gets a slice of its own that is never handed out again: graphs captured on
-one stream may be replayed on several.
+itself; one whose CTAs must not store the same row claims rows there. Such words must be zero before
+the first launch, and two launches that can run at the same time must not share them. So each
+(device, stream) has its own slice for eager calls, and each call recorded in a CUDA graph gets a
+slice of its own that is never handed out again: graphs captured on one stream may be replayed on
+several.
 
 Workspace holds nothing between launches, so a stream's launches use one piece of memory in turn. A
 graph has its own, from its own pool.
@@ -18,6 +19,8 @@ import torch
 
 # Slices of 2 KiB (528 CTAs) for 2000 recorded calls fit one arena.
 _ARENA_COUNTERS = 1 << 20
+# An eager call leaves room for so many recorded ones of its size, or for this many counters.
+_RECORDED_CALLS, _MOST_ROOM = 256, 1 << 22
 # cudaStreamPerThread: one handle for as many streams as there are threads.
 _PER_THREAD_STREAM = 2
 
@@ -35,35 +38,43 @@ class CounterArena:
         self._lock = threading.Lock()
         # All arenas are kept: recorded graphs know only addresses.
         self._arenas: list[torch.Tensor] = []
-        self._used = 0
+        # Of the last one, what has not been handed out.
+        self._left = 0
         self._by_stream: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def slice_for(self, stream: int, count: int) -> torch.Tensor:
         """``count`` zeroed counters for a launch on the raw stream handle ``stream``."""
         if torch.cuda.is_current_stream_capturing():
             with self._lock:
-                return self._cut(count, capturing=True)
-        thread = _thread_of(stream)
-        counters = self._by_stream.get((stream, thread, count))
-        if counters is None:
+                if count <= self._left:
+                    return self._cut(count)
+            # An allocation made now belongs to the graph, which zeroes it in each replay.
+            return torch.zeros(count, dtype=torch.int32, device=self._device)
+        key = (stream, _thread_of(stream), count)
+        counters = self._by_stream.get(key)
+        room = min(_RECORDED_CALLS * count, _MOST_ROOM)
+        if counters is None or self._left < room:
             with self._lock:
-                counters = self._cut(count, capturing=False)
-                counters = self._by_stream.setdefault((stream, thread, count), counters)
+                if self._left < room + count:
+                    self._begin(room + count)
+                counters = self._by_stream.get(key)
+                if counters is None:
+                    counters = self._by_stream[key] = self._cut(count)
         return counters
 
-    def _cut(self, count: int, capturing: bool) -> torch.Tensor:
-        if not self._arenas or self._used + count > _ARENA_COUNTERS:
-            if capturing:
-                # An allocation made now belongs to the graph, which zeroes it in each replay.
-                return torch.zeros(count, dtype=torch.int32, device=self._device)
-            arena = torch.zeros(_ARENA_COUNTERS, dtype=torch.int32, device=self._device)
-            # Other streams may use their slices at once.
-            torch.cuda.synchronize(self._device)
-            self._arenas.append(arena)
-            self._used = 0
-        counters = self._arenas[-1][self._used : self._used + count]
-        self._used += count
-        return counters
+    def _begin(self, count: int) -> None:
+        """A new arena for so many counters, or more."""
+        size = max(_ARENA_COUNTERS, count)
+        self._arenas.append(torch.zeros(size, dtype=torch.int32, device=self._device))
+        self._left = size
+        # Other streams may use their slices at once.
+        torch.cuda.synchronize(self._device)
+
+    def _cut(self, count: int) -> torch.Tensor:
+        arena = self._arenas[-1]
+        first = arena.shape[0] - self._left
+        self._left -= count
+        return arena[first : first + count]
 
 
 _ARENAS: dict[int, CounterArena] = {}
