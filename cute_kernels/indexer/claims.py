@@ -2,8 +2,8 @@
 
 Two rows with one slot must not leave the codes of one beside the scale of the other. A row's warp
 swaps its slot into a hash table, which is empty when a launch begins; who finds the slot there
-already does not store. The answer comes while states are on their way. (Short calls need no table:
-see `rows.py`.)
+already does not store. The answer comes while states are on their way. (Calls with as many tokens
+as a CTA has threads, or fewer, need no table: see `rows.py`.)
 
 There are two tables. A launch uses one and empties the other, for the next launch: when a CTA is
 done with the table others may still have to claim in it. Whose turn it is says a word for each CTA
@@ -39,8 +39,8 @@ class Claims(NamedTuple):
         return self._fill(turn, slot, slot)
 
     @cute.jit
-    def found(self, turn: Int32, slot: Int32, found: Int32) -> Int32:
-        """0 if the slot is the warp's, by what `ask` found."""
+    def won(self, turn: Int32, slot: Int32, found: Int32) -> Int32:
+        """1 if the slot is the warp's, by what `ask` found."""
         found = dsl.shuffle_from_lane(found, Int32(0))
         bucket = slot
         while found != 0 and found != slot + 1:
@@ -48,7 +48,7 @@ class Claims(NamedTuple):
             # meet each other then.
             bucket = bucket + (((slot >> 6) + 1) * -1640531535 | 1)
             found = dsl.shuffle_from_lane(self._fill(turn, slot, bucket), Int32(0))
-        return found
+        return Int32(found == 0)
 
     def _fill(self, turn: Int32, slot: Int32, bucket: Int32) -> Int32:
         at = self._table(turn) + Int64(bucket & (self.buckets - 1)) * 4

@@ -34,9 +34,8 @@ JOIN_ROW_BYTES = 4 * (WARP_CHANNELS + 8)
 JOINED_WARPS = 4
 # In shared memory, of each of a CTA's tokens: an entry of the list of those that complete a row.
 ENTRY_BYTES = 16
-# Tokens of a call whose slots are all looked at for each row. Rows of longer calls claim their
-# slots (`claims.py`), and these have at most so many CTAs.
-SEEN_TOKENS, TURNS = 256, 512
+# CTAs that a launch may have (`claims.py`).
+TURNS = 512
 # Calls of up to this many tokens have one CTA an SM (measured between 1,024 and 4,096).
 SHORT_TOKENS = 2048
 # Shared memory of an SM; each CTA takes 1 KiB more than it asks for.
@@ -124,6 +123,14 @@ class IndexerKConfig:
         short = self.vectors == 1 and tokens <= SHORT_TOKENS
         return 1 if short else self.ctas_per_sm
 
+    def buckets(self, tokens: int) -> int:
+        """Of a table of claims: a power of two. Up to 4,096 tokens at least 4 for each, so that few
+        rows meet others, and then 2; none for calls that each CTA looks at as a whole."""
+        if tokens <= self.threads:
+            return 0
+        two = 1 << (2 * tokens - 1).bit_length()
+        return max(two, min(2 * two, 16384))
+
     @property
     def smem_carveout(self) -> int:
         """Percent of an SM's memory that is shared; the rest is L1 cache."""
@@ -142,20 +149,11 @@ class IndexerKConfig:
     @property
     def list_bytes(self) -> int:
         """The list of rows (`rows.Memory`)."""
-        return ENTRY_BYTES * self.threads + 16
+        return (ENTRY_BYTES + 4) * self.threads + 16
 
     @property
     def shared_bytes(self) -> int:
         return 4 * self.join_floats + self.list_bytes
-
-
-def claim_buckets(tokens: int) -> int:
-    """Of a table of claims: a power of two. Up to 4,096 tokens at least 4 for each, so that few
-    rows meet others, and then 2; none where calls need no table."""
-    if tokens <= SEEN_TOKENS:
-        return 0
-    two = 1 << (2 * tokens - 1).bit_length()
-    return max(two, min(2 * two, 16384))
 
 
 def kernel_name(part: str, target: str) -> str:

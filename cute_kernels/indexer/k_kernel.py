@@ -149,7 +149,7 @@ class IndexerK(Compressor):
             count = self.rows.gather(slots, tokens, claims, memory, start, end)
             warp = self.independent_warp()
             for i in cutlass.range(warp, count, self.config.independent_warps, unroll=1):
-                self._row(slots, tokens, claims, state, rotary, norm, cache, memory, shared, i)
+                self._row(tokens, claims, state, rotary, norm, cache, memory, shared, i)
             if start + self.config.threads < end:
                 cute.arch.sync_threads()
                 self.rows.clear(memory)
@@ -161,7 +161,6 @@ class IndexerK(Compressor):
     @cute.jit
     def _row(
         self,
-        slots,
         tokens: Tokens,
         claims: Claims,
         state: State,
@@ -175,7 +174,7 @@ class IndexerK(Compressor):
         """Compress and insert row i of the list; all lanes take part."""
         entry = self.rows.entry(memory, i)
         early = partial(self._early, tokens, claims, memory, rotary, norm, entry, state.head_size)
-        late = partial(self._late, slots, tokens, claims, memory, entry)
+        late = partial(self._late, claims, memory, entry)
         channels, (factors, stored) = self.window(state, entry, early, late)
         compressed = self.compressed(shared, channels)
         if self.warp() == 0:
@@ -201,15 +200,16 @@ class IndexerK(Compressor):
         return self._factors_of(tokens, rotary, norm, entry.position, head_size), found
 
     @cute.jit
-    def _late(self, slots, tokens: Tokens, claims: Claims, memory: Memory, entry: Entry, asked):
+    def _late(self, claims: Claims, memory: Memory, entry: Entry, asked):
         """What multiplies the row, and 1 if it is the one to be stored of those with its slot."""
         factors, found = asked
+        stored = Int32(0)
         if self.warp() == 0:
             if claims.buckets > 0:
-                found = claims.found(self.rows.turn(memory), entry.slot, found)
+                stored = claims.won(self.rows.turn(memory), entry.slot, found)
             else:
-                found = self.rows.is_repeated(slots, tokens, entry)
-        return factors, Int32(found == 0)
+                stored = self.rows.is_first(memory, entry)
+        return factors, stored
 
     def _factors_of(
         self, tokens: Tokens, rotary: Rotary, norm: Norm, position: Int32, head_size: Int32

@@ -24,7 +24,6 @@ from cute_kernels.indexer.config import (
     TARGETS,
     TURNS,
     Table,
-    claim_buckets,
     k_config,
     kernel_name,
     q_config,
@@ -257,7 +256,7 @@ def prepare_k(call: IndexerK) -> KLaunch:
         function=_compiled(kernel_name("k", arch.target), config, device, arch.target),
         device=device,
         capacity=blocks * block_size,
-        buckets=claim_buckets(count),
+        buckets=config.buckets(count),
         tokens=(
             count,
             span,

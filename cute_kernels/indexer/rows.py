@@ -1,10 +1,11 @@
-"""The rows that a CTA's tokens complete, in shared memory, and repeated slots of short calls.
+"""The rows that a CTA's tokens complete, listed in shared memory.
 
 A thread looks at a token, whose slot, position and sequence are loaded at once. What completes a
 row is listed, so that warps get as many rows as others wherever the complete tokens are.
 
-In calls of up to `SEEN_TOKENS` a row's warp looks at the slots of all tokens before it: the first
-of those with one slot stores its row. In longer calls rows claim their slots (`claims.py`).
+A call with a thread of each CTA for each of its tokens is looked at by each CTA as a whole, so that
+it knows which slots are repeated: the first token's row is stored. In longer calls rows claim their
+slots (`claims.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cutlass import Int32, Int64
 
 from cute_kernels import dsl, dsl_store
 from cute_kernels.indexer.claims import Claims
-from cute_kernels.indexer.config import ENTRY_BYTES, SEEN_TOKENS, IndexerKConfig
+from cute_kernels.indexer.config import ENTRY_BYTES, IndexerKConfig
 from cute_kernels.indexer.tokens import Tokens, completes, position_of, sequence_of
 
 SLOT_BYTES = 8
@@ -33,9 +34,11 @@ class Entry(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory of a list: addresses."""
+    """Shared memory of a list: addresses. slots: of the call's tokens, -1 for those without a row;
+    if it has a thread for each."""
 
     entries: Int32
+    slots: Int32
     count: Int32
     turn: Int32
 
@@ -46,8 +49,9 @@ class Rows:
 
     def memory(self, shared: Int32) -> Memory:
         """`config.list_bytes` from an address on."""
-        count = shared + ENTRY_BYTES * self.config.threads
-        return Memory(shared, count, count + 4)
+        slots = shared + ENTRY_BYTES * self.config.threads
+        count = slots + 4 * self.config.threads
+        return Memory(shared, slots, count, count + 4)
 
     @cute.jit
     def prefetch(self, slots, tokens: Tokens, claims: Claims, token: Int32, end: Int32):
@@ -75,16 +79,25 @@ class Rows:
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         own = end - start
+        looked_at = own
+        if claims.buckets == 0:
+            looked_at = tokens.tokens
         # Warps without a token ask for nothing.
-        if tid & -32 < own:
-            token = start + dsl_store.min_s32(tid, own - 1)
+        if tid & -32 < looked_at:
+            # Its own tokens first: the first warps have them.
+            token = start + dsl_store.min_s32(tid, looked_at - 1)
+            if token >= tokens.tokens:
+                token = token - tokens.tokens
             slot = dsl_store.ld_global_b64(slot_at(slots, token))
             position, sequence = position_of(tokens, token), sequence_of(tokens, token)
             turn = Int32(0)
             if claims.buckets > 0:
                 turn = dsl_store.ld_volatile_b32(claims.turn_at())
             low = Int32(slot)
-            live = completes(tokens, slot, position) & Int32(tid < own)
+            live = completes(tokens, slot, position)
+            if claims.buckets == 0 and tid < looked_at:
+                dsl.st_shared_b32(memory.slots + 4 * token, low | (live - 1))
+            live = live & Int32(tid < own)
             bits = Int32(cute.arch.vote_ballot_sync(live != 0))
             before, more = Int32(0), Int32(cute.arch.popc(bits))
             if own > 32:
@@ -107,22 +120,13 @@ class Rows:
         return dsl.ld_shared_b32(memory.turn)
 
     @cute.jit
-    def is_repeated(self, slots, tokens: Tokens, entry: Entry) -> Int32:
-        """1 if an earlier token of a call of up to `SEEN_TOKENS` completes a row for this slot."""
-        lane = cute.arch.lane_idx()
-        same = Int32(0)
-        # All loads are on their way at once; the token's own slot counts for those after it.
-        for k in range(SEEN_TOKENS // 32):
-            other = dsl_store.min_s32(lane + 32 * k, entry.token)
-            low = dsl_store.ld_volatile_b32(slot_at(slots, other))
-            same = same | (Int32(low == entry.slot) & Int32(other < entry.token))
-        if cute.arch.vote_any_sync(same != 0):
-            same = Int32(0)
-            for other in cutlass.range(lane, entry.token, 32, unroll=1):
-                slot = dsl_store.ld_global_b64(slot_at(slots, other))
-                if slot == Int64(entry.slot):
-                    same = same | completes(tokens, slot, position_of(tokens, other))
-        return Int32(cute.arch.vote_ballot_sync(same != 0) != 0)
+    def is_first(self, memory: Memory, entry: Entry) -> Int32:
+        """1 if no earlier token of the call has a row for this slot."""
+        earlier = Int32(0)
+        for i in cutlass.range(cute.arch.lane_idx(), entry.token, 32, unroll=1):
+            if dsl.ld_shared_b32(memory.slots + 4 * i) == entry.slot:
+                earlier = Int32(1)
+        return Int32(cute.arch.vote_ballot_sync(earlier != 0) == 0)
 
     def entry(self, memory: Memory, i: Int32) -> Entry:
         return Entry(*dsl.ld_shared_b32x4(memory.entries + ENTRY_BYTES * i))

@@ -14,10 +14,8 @@ from cute_kernels.indexer.arguments import check_k, check_q
 from cute_kernels.indexer.config import (
     HEAD_SIZES,
     MAX_HEAD_SIZE,
-    SEEN_TOKENS,
     TARGETS,
     TURNS,
-    claim_buckets,
     k_config,
     k_support_table,
     q_config,
@@ -214,17 +212,20 @@ def test_memory_for_claims(compiled, count, buckets):
     assert -(-tokens[0] // tokens[1]) <= TURNS
 
 
-def test_short_calls_claim_nothing(compiled):
-    for ratio in (4, 128):
-        case = KCase("case", "mxfp4", ratio, int(ratio == 4), lengths=(SEEN_TOKENS - 1,))
+def test_calls_that_each_cta_looks_at_as_a_whole_claim_nothing(compiled):
+    for ratio, threads in ((4, 256), (128, 512)):
+        case = KCase("case", "mxfp4", ratio, int(ratio == 4), lengths=(threads - 1,))
         call = check_k(**KCall(case).arguments)
         op.prepare_k(call).go(*interface._k_tensors(call))
-        assert compiled.pop("indexer_k_sm90")[1].calls[0][2] == (0, 0) and not compiled.claims
+        config, recorder = compiled.pop("indexer_k_sm90")
+        assert (config.threads, recorder.calls[0][2]) == (threads, (0, 0))
+        assert config.buckets(threads + 1) > 0 and not compiled.claims
 
 
 def test_tables_are_at_most_half_full():
-    for tokens in range(SEEN_TOKENS + 1, 40_000, 7):
-        buckets = claim_buckets(tokens)
+    config = k_config("mxfp4", 128, 8, "sm_90a")
+    for tokens in range(config.threads + 1, 40_000, 7):
+        buckets = config.buckets(tokens)
         assert 2 * tokens <= buckets < 8 * tokens and buckets & (buckets - 1) == 0
 
 

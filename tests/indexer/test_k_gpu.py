@@ -16,7 +16,7 @@ import torch
 
 from cute_kernels import compress_norm_rope_insert
 from cute_kernels.indexer import interface, op
-from cute_kernels.indexer.config import claim_buckets
+from cute_kernels.indexer.config import k_config
 from cute_kernels.prepared import PreparedCalls
 from tests.indexer.gpu_helpers import GpuCall, kernel, on_gpu, strided_copy
 from tests.indexer.helpers import (
@@ -134,7 +134,17 @@ def test_slots(kernel, cache_format):
 
 
 # Calls without claims and with them, with windows of up to 8 rows and longer ones.
-REPEATS = ((4, 200), (12, 240), (16, 400), (1, 700), (4, 900), (4, 8000), (4, 12_000), (128, 8064))
+REPEATS = (
+    (4, 200),
+    (12, 240),
+    (16, 400),
+    (16, 700),
+    (1, 700),
+    (4, 900),
+    (4, 8000),
+    (4, 12_000),
+    (128, 8064),
+)
 
 
 @pytest.mark.parametrize("ratio, length", REPEATS)
@@ -177,7 +187,7 @@ def test_slots_of_one_bucket(kernel):
     """Slots that are all a multiple of the call's buckets apart: each has its row."""
     case = KCase("case", "mxfp4", 4, 1, lengths=(260,), block_size=64)
     call = KCall(case)
-    slots = torch.arange(65) * claim_buckets(261) + 7
+    slots = torch.arange(65) * k_config("mxfp4", 128, 8, "sm_90a").buckets(261) + 7
     shape = (int(slots[-1]) // 64 + 1, 64, sum(case.row_bytes))
     call.memory = torch.full((call.offset + shape[0] * call.block_stride,), SENTINEL).byte()
     strides = (call.block_stride, shape[2], 1)
