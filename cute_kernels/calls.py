@@ -43,6 +43,13 @@ def as_number(value: object) -> float | None:
         return math.inf
 
 
+def is_int(value: object) -> bool:
+    """A host integer, numpy's among them, and no bool."""
+    return type(value) is int or (
+        isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    )
+
+
 def is_traced(x: torch.Tensor) -> bool:
     """Whether a call with ``x`` becomes part of a graph (torch.compile, export, fake tensors)."""
     return torch.compiler.is_compiling() or not is_plain(x)
@@ -68,10 +75,17 @@ def refuse_gradients(op: str, tensors: Mapping[str, torch.Tensor | None]) -> Non
 def check_tensor(name: str, x: object) -> None:
     """
     Raises:
-        ValueError: no tensor.
+        ValueError: no tensor, or one that has no strides (sparse, nested, oneDNN's).
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name}: got a {type(x).__name__}; accepted: a tensor")
+    if not has_strides(x):
+        kind = "nested" if x.is_nested else x.layout
+        raise ValueError(f"{name}: got a {kind} tensor; accepted: one with strides")
+
+
+def has_strides(x: torch.Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested
 
 
 def check_not_meta(name: str, x: torch.Tensor) -> None:

@@ -53,7 +53,8 @@ class PreparedCalls:
                 return None, None
             key = call_key(tensors, scalars)
             return key, self._launches.get(key)
-        except (AttributeError, TypeError):  # no tensors, or a scalar that is not hashable
+        # no tensors or nested ones, or a scalar that is not hashable
+        except (AttributeError, TypeError, RuntimeError):
             return None, None
 
     def keep(self, key: Hashable | None, launch: Any) -> None:

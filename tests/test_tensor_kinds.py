@@ -1,5 +1,5 @@
 """Tensors that are not plain: subclasses that have memory, tensors made in inference mode, numpy's
-numbers."""
+numbers, tensors without strides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels import flash_attn_varlen_func, merge_attn_states, reshape_and_cache
+from cute_kernels import (
+    compress_norm_rope_insert,
+    flash_attn_varlen_func,
+    fused_indexer_q_rope_quant,
+    merge_attn_states,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    reshape_and_cache,
+)
 from cute_kernels.calls import as_number
 from tests.cases import AttentionCase, make_inputs
 
@@ -90,3 +98,90 @@ def test_numpy_scalars_are_numbers(kind):
 def test_what_is_no_number():
     assert as_number(True) is None and as_number("1") is None and as_number(None) is None
     assert as_number(10**400) == float("inf")
+
+
+def sparse(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() if x.element_size() < 2 else x).to_sparse()
+
+
+def nested(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([x.float(), x.float()])
+
+
+def attention_call() -> dict[str, object]:
+    case = AttentionCase(id="x", kv_lens=(70,), q_lens=(1,), sinks=True)
+    inputs = make_inputs(case, "cpu")
+    return {**inputs, "out": torch.empty_like(inputs["q"])}
+
+
+def indexer_k_call() -> dict[str, object]:
+    return {
+        "state_cache": torch.zeros(1, 4, 256), "token_to_seq": torch.zeros(1, dtype=torch.int32),
+        "positions": torch.tensor([3]), "slot_mapping": torch.tensor([0]),
+        "state_block_table": torch.zeros(1, 1, dtype=torch.int32), "norm_weight": torch.ones(128),
+        "norm_eps": 1e-6, "cos_sin_cache": torch.ones(4, 64), "compress_ratio": 4,
+        "cache_format": "mxfp4",
+        "k_cache": torch.zeros(1, 4, 68, dtype=torch.uint8),
+    }  # fmt: skip
+
+
+def indexer_q_call() -> dict[str, object]:
+    return {
+        "positions": torch.tensor([3]), "index_q": torch.zeros(1, 2, 128, dtype=torch.bfloat16),
+        "cos_sin_cache": torch.ones(4, 64), "index_weights": torch.ones(1, 2), "softmax_scale": 1.0,
+        "head_scale": 1.0, "use_fp4": True,
+    }  # fmt: skip
+
+
+def merge_call() -> dict[str, object]:
+    o, lse = torch.zeros(3, 4, 8), torch.zeros(4, 3)
+    return {
+        "output": o.clone(), "prefix_output": o, "prefix_lse": lse, "suffix_output": o.clone(),
+        "suffix_lse": lse.clone(), "output_lse": lse.clone(),
+    }  # fmt: skip
+
+
+def store_call() -> dict[str, object]:
+    x = torch.zeros(1, 2, 64, dtype=torch.bfloat16)
+    pair = [torch.zeros(2, 16, 2, 64, dtype=torch.uint8) for _ in "kv"]
+    return {
+        "key": x, "value": x.clone(), "key_cache": pair[0], "value_cache": pair[1],
+        "slot_mapping": torch.tensor([0]), "kv_cache_dtype": "fp8_e4m3", "k_scale": 1.0,
+        "v_scale": 1.0,
+    }  # fmt: skip
+
+
+CALLS = (
+    (flash_attn_varlen_func, attention_call),
+    (compress_norm_rope_insert, indexer_k_call),
+    (fused_indexer_q_rope_quant, indexer_q_call),
+    (merge_attn_states, merge_call),
+    (reshape_and_cache, store_call),
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", (sparse, nested))
+@pytest.mark.parametrize(("function", "call"), CALLS, ids=lambda x: x.__name__)
+def test_tensors_without_strides_are_refused_by_name(function, call, make):
+    function(**call())
+    for name, x in call().items():
+        if isinstance(x, torch.Tensor):
+            with pytest.raises(ValueError, match=f"{name}: got a .*; accepted: one with strides"):
+                function(**{**call(), name: make(x)})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", (sparse, nested))
+def test_quantizing_refuses_tensors_without_strides(make):
+    for function in (quantize_mxfp4, lambda x: quantize_nvfp4(x, 1.0)):
+        with pytest.raises(ValueError, match="x: got a .*; accepted: one with strides"):
+            function(make(torch.zeros(2, 32)))
+
+
+def test_numpy_integers_are_integers():
+    right, got = indexer_k_call(), indexer_k_call()
+    right["state_cache"][:] = got["state_cache"][:] = torch.linspace(-3, 3, 256)
+    compress_norm_rope_insert(**right)
+    compress_norm_rope_insert(**{**got, "compress_ratio": np.int64(4)})
+    assert right["k_cache"].any() and torch.equal(right["k_cache"], got["k_cache"])

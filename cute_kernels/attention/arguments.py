@@ -25,7 +25,7 @@ from cute_kernels.attention.cache_arguments import (
     describe,
     refuse,
 )
-from cute_kernels.calls import as_number, refuse_gradients
+from cute_kernels.calls import as_number, check_tensor, is_int, refuse_gradients
 from cute_kernels.memory import overlapping, shares_elements
 from cute_kernels.numerics import FLOAT32_END, FLOAT32_ZERO_UP_TO
 
@@ -158,7 +158,14 @@ def validate(  # noqa: PLR0913 - the parameters of the public function
     """
     if others:
         _check_others(others)
-    if fa_version is not None and not (_is_int(fa_version) and fa_version == 4):
+    given = {"q": q, "k": k, "v": v, "block_table": block_table, "seqused_k": seqused_k, "out": out}
+    given |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "s_aux": s_aux}
+    given |= {"k_descale": k_descale, "v_descale": v_descale}
+    given |= {"k_block_scale": k_block_scale, "v_block_scale": v_block_scale}
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor):
+            check_tensor(f"flash_attn_varlen_func: {name}", x)
+    if fa_version is not None and not (is_int(fa_version) and fa_version == 4):
         refuse("fa_version", describe(fa_version), "None or 4, an int")
     if not isinstance(q, torch.Tensor) or q.dtype not in _Q_DTYPES or q.dim() != 3:
         refuse("q", describe(q), "a bfloat16 or float16 (total_q, Hq, D) tensor")
@@ -315,7 +322,7 @@ def _check_max_seqlen(name: str, value: int | torch.Tensor, device_bound: int) -
         value = value.item()
     if isinstance(value, torch.SymInt):
         return value
-    if not _is_int(value) or value < 0:
+    if not is_int(value) or value < 0:
         refuse(name, repr(value), accepted)
     return int(value)
 
@@ -335,7 +342,7 @@ def _check_window(window: tuple[int, int] | None, causal: bool) -> tuple[int, in
         refuse("window_size", repr(window), "None or (left, right)")
     left, right = (-1 if bound is None else bound for bound in window)
     for bound in (left, right):
-        if not _is_int(bound) or bound < -1:
+        if not is_int(bound) or bound < -1:
             refuse("window_size", repr(window), "(left, right) of ints >= 0, or -1 (unlimited)")
     left = -1 if left >= WINDOW_UNLIMITED_FROM else int(left)
     right = -1 if right >= WINDOW_UNLIMITED_FROM else int(right)
@@ -359,10 +366,6 @@ def _check_softcap(softcap: float) -> float:
 
 
 def _check_num_splits(num_splits: int) -> int:
-    if not _is_int(num_splits) or num_splits < 0:
+    if not is_int(num_splits) or num_splits < 0:
         refuse("num_splits", describe(num_splits), "an int >= 0 (0: automatic)")
     return int(num_splits)
-
-
-def _is_int(x: object) -> bool:
-    return type(x) is int or (isinstance(x, numbers.Integral) and not isinstance(x, bool))

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from cute_kernels.calls import is_traced, refuse_gradients, writing
+from cute_kernels.calls import check_tensor, is_traced, refuse_gradients, writing
 from cute_kernels.memory import has_address, overlapping, shares_elements
 
 _NAMES = (
@@ -98,10 +98,7 @@ def _check(
     if output_lse is not None:
         lses["output_lse"] = output_lse
     for name, x in {"output": output, **parts, **lses}.items():
-        if not isinstance(x, torch.Tensor):
-            raise ValueError(
-                f"merge_attn_states: {name}: got a {type(x).__name__}; accepted: a tensor"
-            )
+        check_tensor(f"merge_attn_states: {name}", x)
     if output.dim() != 3 or output.dtype not in _OUTPUT_DTYPES:
         _refuse("output", output, "a bfloat16, float16 or float32 (total_q, Hq, D) tensor")
     for name, part in parts.items():

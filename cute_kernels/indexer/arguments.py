@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.calls import as_number, check_not_meta, check_tensor
+from cute_kernels.calls import as_number, check_not_meta, check_tensor, is_int
 from cute_kernels.indexer.formats import IndexerFormat, check_head_size, get_indexer_format
 from cute_kernels.memory import has_address, overlapping, shares_elements
 from cute_kernels.numerics import FLOAT32_END
@@ -121,13 +121,13 @@ def check_k(
         ValueError: as there.
     """
     storage = get_indexer_format(cache_format)
-    if isinstance(compress_ratio, bool) or not isinstance(compress_ratio, int):
+    if not is_int(compress_ratio):
         raise ValueError(f"compress_ratio: got {compress_ratio!r}; accepted: an int")
     if not 1 <= compress_ratio <= _MAX_RATIO:
         raise ValueError(f"compress_ratio: got {compress_ratio}; accepted: 1 to {_MAX_RATIO}")
     call = IndexerK(
         state_cache, token_to_seq, positions, slot_mapping, state_block_table, norm_weight,
-        norm_eps, cos_sin_cache, k_cache, compress_ratio, storage, overlap=0,
+        norm_eps, cos_sin_cache, k_cache, int(compress_ratio), storage, overlap=0,
     )  # fmt: skip
     _check_tensors(call, K_TENSORS)
     _check("norm_weight", norm_weight, (None,), _FLOATS, "(D,)")
