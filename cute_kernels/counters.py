@@ -19,6 +19,8 @@ import torch
 
 # Slices of 2 KiB (528 CTAs) for 2000 recorded calls fit one arena.
 _ARENA_COUNTERS = 1 << 20
+# Slices begin at lines of 128 bytes: the indexer clears its table 16 bytes at a time.
+_LINE = 32
 # An eager call leaves room for so many recorded ones of its size, or for this many counters.
 _RECORDED_CALLS, _MOST_ROOM = 256, 1 << 22
 # cudaStreamPerThread: one handle for as many streams as there are threads.
@@ -28,6 +30,11 @@ _PER_THREAD_STREAM = 2
 def _thread_of(stream: int) -> int:
     """What tells streams of one handle apart."""
     return threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+
+
+def _lines(count: int) -> int:
+    """The counters of the lines that so many take."""
+    return -(-count // _LINE) * _LINE
 
 
 class CounterArena:
@@ -43,7 +50,8 @@ class CounterArena:
         self._by_stream: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def slice_for(self, stream: int, count: int) -> torch.Tensor:
-        """``count`` zeroed counters for a launch on the raw stream handle ``stream``."""
+        """``count`` zeroed counters for a launch on the raw stream handle ``stream``; they begin a
+        line."""
         if torch.cuda.is_current_stream_capturing():
             with self._lock:
                 if count <= self._left:
@@ -52,11 +60,12 @@ class CounterArena:
             return torch.zeros(count, dtype=torch.int32, device=self._device)
         key = (stream, _thread_of(stream), count)
         counters = self._by_stream.get(key)
-        room = min(_RECORDED_CALLS * count, _MOST_ROOM)
+        whole = _lines(count)
+        room = min(_RECORDED_CALLS * whole, _MOST_ROOM)
         if counters is None or self._left < room:
             with self._lock:
-                if self._left < room + count:
-                    self._begin(room + count)
+                if self._left < room + whole:
+                    self._begin(room + whole)
                 counters = self._by_stream.get(key)
                 if counters is None:
                     counters = self._by_stream[key] = self._cut(count)
@@ -73,7 +82,7 @@ class CounterArena:
     def _cut(self, count: int) -> torch.Tensor:
         arena = self._arenas[-1]
         first = arena.shape[0] - self._left
-        self._left -= count
+        self._left -= _lines(count)
         return arena[first : first + count]
 
 

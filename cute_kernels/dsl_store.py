@@ -263,11 +263,6 @@ def ld_global_b32x2(address: Int64, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def st_shared_b8(address: Int32, x: Int32, *, loc=None, ip=None):
-    _asm([], [address, x], "st.shared.b8 [$0], $1;", "r,r,~{memory}", True, loc, ip)
-
-
-@dsl_user_op
 def atomic_add_shared(address: Int32, x: Int32, *, loc=None, ip=None):
     """What was there before."""
     ptx = "atom.shared.add.u32 $0, [$1], $2;"

@@ -51,6 +51,17 @@ def test_streams_and_sizes_do_not_share(arena):
     assert not any(overlap(a, b) for i, a in enumerate(slices) for b in slices[:i])
 
 
+def test_slices_begin_lines_whatever_others_have_taken(arena, cuda):
+    """The indexer's claims need 16 bytes; 342 is what three CTAs on each of 114 SMs count in."""
+    taken = [arena.slice_for(stream, count) for stream, count in ((7, 342), (7, 5), (8, 33))]
+    cuda.capturing = True
+    taken += [arena.slice_for(7, count) for count in (1, 342, 512 + 2 * 1024)]
+    begin = arena._arenas[0].data_ptr()
+    assert all((x.data_ptr() - begin) % 128 == 0 for x in taken)
+    assert [x.numel() for x in taken] == [342, 5, 33, 1, 342, 2560]
+    assert not any(overlap(a, b) for i, a in enumerate(taken) for b in taken[:i])
+
+
 def test_each_recorded_call_has_its_own(arena, cuda):
     eager = arena.slice_for(7, 132)
     cuda.capturing = True
