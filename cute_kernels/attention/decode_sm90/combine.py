@@ -40,6 +40,11 @@ def no_parts():
     return Float32(dsl.NEG_INF), Float32(0.0), *(Float32(-0.0) for _ in range(4))
 
 
+def plus(sums, weight: Float32, others):
+    """(sum, four elements) and as many others, which have this weight."""
+    return [x + weight * y for x, y in zip(sums, others, strict=True)]
+
+
 class Combining(ConsumerLane):
     @cute.jit
     def _load_parts(
@@ -86,25 +91,16 @@ class Combining(ConsumerLane):
     @cute.jit
     def _add_parts(self, state, states, values):
         """(reference, sum, four elements) with loaded parts."""
-        top, total, o0, o1, o2, o3 = state
-        new_top = top
+        new_top = state[0]
         for i in cutlass.range_constexpr(self.parts_a_block):
             new_top = dsl.fmax(new_top, states[i][0])
         reference = cutlass.select_(new_top == dsl.NEG_INF, Float32(0.0), new_top)
-        keep = dsl.exp2(top - reference)
-        total = total * keep
-        o0 = o0 * keep
-        o1 = o1 * keep
-        o2 = o2 * keep
-        o3 = o3 * keep
+        keep = dsl.exp2(state[0] - reference)
+        sums = [x * keep for x in state[1:]]
         for i in cutlass.range_constexpr(self.parts_a_block):
             weight = dsl.exp2(states[i][0] - reference)
-            total = total + weight * states[i][1]
-            o0 = o0 + weight * values[i][0]
-            o1 = o1 + weight * values[i][1]
-            o2 = o2 + weight * values[i][2]
-            o3 = o3 + weight * values[i][3]
-        return new_top, total, o0, o1, o2, o3
+            sums = plus(sums, weight, (states[i][1], *values[i]))
+        return new_top, *sums
 
     @cute.jit
     def _combine_parts(
@@ -149,14 +145,10 @@ class Combining(ConsumerLane):
             distance = distance << 1
         reference = cutlass.select_(top == dsl.NEG_INF, Float32(0.0), top)
         weight = dsl.exp2(sums[0][0] - reference)
-        total, o0, o1, o2, o3 = [x * weight for x in sums[0][1:]]
+        merged = [x * weight for x in sums[0][1:]]
         for h in cutlass.range_constexpr(1, len(sums)):
-            weight = dsl.exp2(sums[h][0] - reference)
-            total = total + weight * sums[h][1]
-            o0 = o0 + weight * sums[h][2]
-            o1 = o1 + weight * sums[h][3]
-            o2 = o2 + weight * sums[h][4]
-            o3 = o3 + weight * sums[h][5]
+            merged = plus(merged, dsl.exp2(sums[h][0] - reference), sums[h][1:])
+        total, o0, o1, o2, o3 = merged
         distance = width
         while distance < _WARP:
             total = total + dsl.shuffle_xor_f32(total, distance)
@@ -191,20 +183,15 @@ class Combining(ConsumerLane):
                         other_top, other = dsl.ld_shared_f32x2(sums + w * (_WARP * 8))
                         x0, x1, x2, x3 = dsl.ld_shared_f32x4(at + w * (_WARP * 16))
                     reference = dsl.fmax(reference, other_top)
-                    others.append((other_top, other, (x0, x1, x2, x3)))
+                    others.append((other_top, other, x0, x1, x2, x3))
                 top_of_all = reference
                 reference = cutlass.select_(reference == dsl.NEG_INF, Float32(0.0), reference)
                 weight = dsl.exp2(top - reference)
                 top = top_of_all
-                total, o0, o1, o2, o3 = [x * weight for x in (total, o0, o1, o2, o3)]
+                merged = [x * weight for x in (total, o0, o1, o2, o3)]
                 for w in cutlass.range_constexpr(len(others)):
-                    other_top, other, values = others[w]
-                    weight = dsl.exp2(other_top - reference)
-                    total = total + weight * other
-                    o0 = o0 + weight * values[0]
-                    o1 = o1 + weight * values[1]
-                    o2 = o2 + weight * values[2]
-                    o3 = o3 + weight * values[3]
+                    merged = plus(merged, dsl.exp2(others[w][0] - reference), others[w][1:])
+                total, o0, o1, o2, o3 = merged
         return top, total, o0, o1, o2, o3
 
     @cute.jit
